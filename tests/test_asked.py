@@ -170,7 +170,7 @@ def test_a_certificate_binds_how_prompts_are_made(chatting: str) -> None:
     [
         (
             {"chat": False, "system": "w7"},
-            "system: .* was told to use no chat template",
+            "system: .* is set to use no chat template",
         ),
         (
             {"template_options": {"thinking": True}},

@@ -398,7 +398,8 @@ def human_rows(n: int, hopeless: int = 0) -> list[dict[str, Any]]:
             "task_id": f"Own/{i}", "entry_point": "f", "canonical_solution": "2",
             "prompt": f"def f(x):\n    return {i * 7919 % 1000} +",
             "test": "def check(candidate):\n"
-                    f"    assert candidate(1) % 2 == {1 if i % 10 >= hopeless else 2}\n",
+                    "    assert candidate(1) % 2 == "
+                    f"{1 if i % 10 >= hopeless else 2}\n",
         }
         for i in range(n)
     ]  # fmt: skip
@@ -656,7 +657,9 @@ def test_another_option_of_a_runs_benchmark_keeps_its_files_and_grader(
         InputError, match="is a server's address; begin it with http://"
     ):
         TaskChoice(task="mtbench", data=str(data), grader="localhost:8000/v1").load()
-    with pytest.raises(InputError, match="is no address; write http://HOST:PORT/v1"):
+    with pytest.raises(
+        InputError, match="is not an address; write http://HOST:PORT/v1"
+    ):
         lenience.task("mtbench", data=data, grader="/models/grader")
     with pytest.raises(InputError, match="there is no task 'mtbenhc'"):
         lenience.task("mtbenhc", data=data)

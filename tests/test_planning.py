@@ -185,7 +185,7 @@ def test_a_plan_depends_on_what_was_measured(tmp_path: Path) -> None:
     decoder = Decoder.of(tree=f"planned:6,path={tmp_path}/deep.json")
     assert str(decoder.tree) == "shape:1,1,1,1,1,1"
     Acceptance("none", ((0.0, 0.0),), (10,)).save(tmp_path / "none.json")
-    with pytest.raises(InputError, match="nothing of what was drafted was said"):
+    with pytest.raises(InputError, match="the target never chose a drafted token"):
         parse_tree(f"planned:6,path={tmp_path}/none.json")
 
 

@@ -269,7 +269,8 @@ def test_what_passed_is_told_the_fastest_first(monkeypatch: pytest.MonkeyPatch) 
         ]
     )
     assert said[0].endswith(
-        "timed anew on 4 prompts, in tokens/s: judge@0.9 (window 16) 120, exact (window 8) 60, "
+        "timed anew on 4 prompts, in tokens/s: judge@0.9 (window 16) 120, exact "
+        "(window 8) 60, "
         "the target alone 20"
     )
 
@@ -478,7 +479,7 @@ def test_wrong_questions_are_told(llama: Pair, task: Echo, run: Path) -> None:
             replace(right, **changed)
     with pytest.raises(InputError, match="/nowhere"):
         tune(llama, task, run, replace(right, stops=("head:/nowhere@0.5",)))
-    with pytest.raises(InputError, match="rule: name those that are to be tuned"):
+    with pytest.raises(InputError, match="rule: name the rules to tune"):
         replace(right, question=CertifyConfig(settings=(("exact",),)))
 
 

@@ -143,8 +143,8 @@ class Audit:
         self.certificate = _watchable(run)
         if isinstance(getattr(task, "task", task), Published):
             raise InputError(
-                f"task {task.label!r}: a benchmark's prompts are not live; audit those of JSON "
-                "rows, or of a task of your own"
+                f"task {task.label!r}: a benchmark's prompts are not live traffic; "
+                "audit prompts from JSON rows or from your own task"
             )
         self.pair = pair
         self.task = task_for(pair, task)
@@ -152,7 +152,8 @@ class Audit:
         binds = self.certificate.binds
         if self.task.reads != binds["reads"]:
             raise InputError(
-                f"{run}: was certified with answers found and compared by {binds['reads']!r}, not "
+                f"{run}: was certified with answers found and compared by "
+                f"{binds['reads']!r}, not "
                 f"{self.task.reads!r}; name the same --task, --answer and --same"
             )
         self.decoder = self.certificate.decoder(run)
@@ -331,12 +332,13 @@ def _watchable(run: Path) -> Certificate:
     if not certificate.holds:
         why = "is withdrawn" if certificate.withdrawn else "certifies nothing"
         raise InputError(
-            f"{run}: its certificate {why}, so there is nothing to watch; decoding is strict"
+            f"{run}: its certificate {why}, so there is nothing to watch; decoding is "
+            "strict"
         )
     if certificate.loss not in AUDITABLE:
         raise InputError(
-            f"{run}: bounds the {certificate.loss} loss, which live prompts do not tell; certify "
-            "the paired one"
+            f"{run}: bounds the {certificate.loss} loss, which live prompts cannot "
+            "show; certify the paired loss"
         )
     return certificate
 

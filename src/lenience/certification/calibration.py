@@ -234,14 +234,16 @@ class Calibration:
         if not right and not self._right(more):
             other = ", or bound the disagreement (--loss disagreement)"
             raise InputError(
-                f"task {task.name!r}: {_weak(task, 0, len(more))}, so nothing can be lost; look at "
-                f"how answers are found (--answer, --same){'' if task.same_where_wrong else other}"
+                f"task {task.name!r}: {_weak(task, 0, len(more))}, so nothing can be "
+                "lost; check how answers are found (--answer, "
+                f"--same){'' if task.same_where_wrong else other}"
             )
         if right < least * len(samples):
             raise InputError(
-                f"task {task.name!r}: {_weak(task, right, len(samples))}, so at most that can be "
-                f"lost, and any decoder would do; {least:.0%} are asked for: look at how answers "
-                "are found and at --max-new-tokens, or give --allow-weak-target"
+                f"task {task.name!r}: {_weak(task, right, len(samples))}, so at most "
+                "that can be "
+                f"lost, and any decoder would do; {least:.0%} are required: check how "
+                "answers are found and --max-new-tokens, or give --allow-weak-target"
             )
 
     def _right(self, samples: Sequence[Sample]) -> float:
@@ -411,8 +413,9 @@ def warn_of_too_few(config: CertifyConfig, share: float) -> None:
     if least is None or least > allowed:
         takes = "more than can be asked" if least is None else f"about {least:,}"
         warnings.warn(
-            f"{allowed:,} prompts cannot certify a loss of at most {config.max_drop:.2%}: even a "
-            f"setting that loses nothing takes {takes}; allow more (--limit)",
+            f"{allowed:,} prompts cannot certify a loss of at most "
+            f"{config.max_drop:.2%}: even a setting that loses nothing needs {takes}; "
+            "allow more (--limit)",
             stacklevel=2,
         )
 

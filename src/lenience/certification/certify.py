@@ -50,9 +50,11 @@ if TYPE_CHECKING:
 PILOT = 40
 """How many prompts a pilot has."""
 PROMISES_NOT = (
-    "prompts of another kind than those it was calibrated on: it holds on average over prompts "
+    "prompts of another kind than those it was calibrated on: it holds on average over "
+    "prompts "
     "like them, not for each of them",
-    "other models, heads, dtypes, templates, windows, temperatures or length limits than those "
+    "other models, heads, dtypes, templates, windows, temperatures or length limits "
+    "than those "
     "it binds",
     "that an answer which is right is worded as the target would have worded it",
 )
@@ -278,10 +280,14 @@ def _procedure(on: Calibration) -> str:
     error = 1 - config.confidence
     number = on.attempt.number
     return (
-        "Learn-then-Test: settings tested from strict to lenient until one fails, each by "
-        f"{test.said} on growing numbers of fresh prompts, so that any setting that passed loses "
-        f"more than max_drop with a chance of at most {error * on.attempt.share:.3g}{several}. "
-        f"This is attempt {number}: all attempts on such prompts together are wrong with a chance "
+        "Learn-then-Test: settings tested from strict to lenient until one fails, each "
+        "by "
+        f"{test.said} on growing numbers of fresh prompts, so that any setting that "
+        "passed loses "
+        "more than max_drop with a chance of at most "
+        f"{error * on.attempt.share:.3g}{several}. "
+        f"This is attempt {number}: all attempts on such prompts together are wrong "
+        "with a chance "
         f"of at most {error:.3g}."
     )
 
@@ -298,7 +304,7 @@ def _reason(config: CertifyConfig, row: TriedSetting) -> str:
         else ""
     )
     if row.hopeless and not row.losses:
-        more = ", and on all that are allowed none could pass"
+        more = ", and no setting could pass on the allowed number"
     return f"too few prompts: {strictest}, lost {row.losses:g} of {row.n}{more}"
 
 

@@ -49,8 +49,8 @@ class Labels:
         labelled = replace(sample, reference=self.task.reference(str(given)))
         if ungradable(self.task, [labelled]):
             raise InputError(
-                f"{self.path}: the reference {given!r} of {sample.id} is one to which no answer is "
-                "the same; look at --answer and --same"
+                f"{self.path}: the reference {given!r} of {sample.id} equals no "
+                "possible answer; check --answer and --same"
             )
         return labelled
 
@@ -66,8 +66,8 @@ class Labels:
                 "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             )
         raise InputError(
-            f"{self.path}: {len(left)} prompts, on which the answers differ, have no reference; "
-            "fill them in, and ask again"
+            f"{self.path}: {len(left)} prompts, on which the answers differ, have no "
+            "reference; fill them in and run the command again"
         )
 
     def _open(self, id: str) -> bool:

@@ -89,14 +89,14 @@ def check_references(
         return
     if any(sample.reference is None for sample in samples) and not config.labels:
         raise InputError(
-            f"task {task.name!r}: has prompts without a reference; --ask-labels asks for those "
-            "that are needed, --loss disagreement needs none"
+            f"task {task.name!r}: has prompts without a reference; collect them with "
+            "--ask-labels, or bound --loss disagreement, which needs none"
         )
     wrong = ungradable(task, samples)
     if wrong:
         first = wrong[0]
         raise InputError(
-            f"task {task.name!r}: {len(wrong)} of {len(samples)} prompts have references to which "
-            f"no answer is the same, such as {first.reference!r} of {first.id}; leave them out "
-            "(--ids), or look at --answer and --same"
+            f"task {task.name!r}: {len(wrong)} of {len(samples)} prompts have "
+            f"references that equal no possible answer, such as {first.reference!r} of "
+            f"{first.id}; leave them out (--ids), or check --answer and --same"
         )

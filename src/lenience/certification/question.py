@@ -105,17 +105,17 @@ class CertifyConfig:
                 f"procedure {self.procedure!r}: name auto or one of {known}"
             )
         if self.procedure == "binomial" and self.loss not in BINARY:
-            mend = f"with --loss {self.loss} take betting"
-            raise InputError(f"procedure binomial: is for losses of 0 or 1; {mend}")
+            mend = f"with --loss {self.loss} use betting"
+            raise InputError(f"procedure binomial: needs losses of 0 or 1; {mend}")
         object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)))
         if not (self.rules or self.settings) or any(
             rule in BASELINES for rule in self.rules
         ):
             raise InputError(
-                "rule: name one or more that draft; target and draft alone need no certificate"
+                "rule: name a rule that drafts; target and draft need no certificate"
             )
         if "rule" in self.options:
-            raise InputError("options: rule is said in rules")
+            raise InputError("options: give rule in rules, not in options")
 
     @cached_property
     def decoder(self) -> Decoder:

@@ -77,13 +77,13 @@ class TuneConfig:
             if not getattr(self, name):
                 raise InputError(f"{name}: name at least one")
         if not self.question.rules or self.question.settings:
-            raise InputError("rule: name those that are to be tuned")
+            raise InputError("rule: name the rules to tune")
         for name in ("window", "stop", "drafter"):
             if name in self.question.options:
-                raise InputError(f"options: {name} is what is tuned; leave it out")
+                raise InputError(f"options: {name} is chosen by tuning; leave it out")
         if self.question.decoder.temperature:
             raise InputError(
-                "temperature: what is tuned is greedy decoding; leave it out"
+                "temperature: tune is for greedy decoding; leave temperature out"
             )
         if self.prompts < LEAST_PROMPTS:
             raise InputError(f"prompts {self.prompts}: must be {LEAST_PROMPTS} or more")
@@ -449,7 +449,8 @@ def _prompts(
         if len(samples) < LEAST_PROMPTS:
             raise InputError(
                 f"task {task.name!r}: {len(samples)} of the prompts of its split "
-                f"{question.split!r} are fresh, and a race needs {LEAST_PROMPTS}; name another "
+                f"{question.split!r} are unused, and a race needs {LEAST_PROMPTS}; "
+                "name another "
                 "--split"
             )
         check_prompts(pair, task, samples)

@@ -73,7 +73,7 @@ class Models:
         is named."""
         if self.target is not None and self.draft is None and needs_draft:
             raise InputError(
-                "--draft: name the draft too, or a --drafter that needs none"
+                "--draft: name a draft model, or a --drafter that needs none"
             )
         with loading():
             from lenience.decoding.loading import load_pair
@@ -85,7 +85,7 @@ class Models:
                 return self._in_vllm(load_pair(self.target, self.draft, **options))
             pair = load_pair(self.target, self.draft, **options)
         if self.engine_arg:
-            raise InputError(f"--engine-arg {self.engine_arg[0]}: is for --engine vllm")
+            raise InputError(f"--engine-arg {self.engine_arg[0]}: needs --engine vllm")
         compile_pair(pair, self.compile, tokens)
         return pair
 
@@ -103,7 +103,8 @@ class Models:
         """Raise InputError where vLLM is asked to do what it does not do for us."""
         if self.engine == "vllm":
             raise InputError(
-                f"--engine vllm: {command} runs in our own loop; generate, mine, compare, "
+                f"--engine vllm: {command} runs in our own loop; generate, mine, "
+                "compare, "
                 "certify and audit run in vLLM"
             )
 
@@ -112,7 +113,7 @@ class Models:
             from lenience.integrations.vllm.engine import VllmPair
         except ImportError as error:
             raise InputError(
-                f"--engine vllm: {error}; docs/vllm.md says how it comes"
+                f"--engine vllm: {error}; docs/vllm.md shows how to install it"
             ) from None
 
         return VllmPair(
@@ -215,7 +216,8 @@ def crew_of(flags: MineFlags, models: Models, choice: TaskChoice) -> Crew | None
     models.refuse_vllm("mining by workers")
     if choice.grader is not None and not is_address(choice.grader):
         raise InputError(
-            f"--grader {choice.grader}: workers ask a server; give its address"
+            f"--grader {choice.grader}: workers need a grader on a server; give its "
+            "address"
         )
     named = {"target": models.target, "draft": models.draft}
     names = {role: name and _located(name) for role, name in named.items()}
@@ -265,7 +267,9 @@ def mined_with(run: Path) -> Models:
         )
     record = read_run(run)
     if "target" not in record.models:
-        raise InputError(f"{run / 'run.json'}: its models lack target; mine anew")
+        raise InputError(
+            f"{run / 'run.json'}: names no target; mine into a new run folder"
+        )
     dtypes = {model.dtype for model in record.models.values()}
     models = Models(dtype=dtypes.pop() if len(dtypes) == 1 else "auto")
     if record.chat:
@@ -295,7 +299,7 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
             mined = str(read_json(run / "run.json").get("task"))
         if mined not in TASKS:
             raise InputError(
-                f"--task: {run} was mined on {mined!r}; name that task's file"
+                f"--task: {run} was mined on task {mined!r}; name its file"
             )
         kept = TaskChoice(mined)
     if choice.prompt_field is not None or choice.prompt_template is not None:
@@ -331,8 +335,8 @@ def fitting(pair: Pair, task: Task, choice: TaskChoice) -> Iterator[Task]:
     finally:
         if shorter.left_out:
             say(
-                f"{len(shorter.left_out)} prompts of task {task.label} are longer than the models "
-                "can read, and were left out"
+                f"{len(shorter.left_out)} prompts of task {task.label} exceed the "
+                "models' context and were left out"
             )
 
 
@@ -348,7 +352,7 @@ def left_out(pair: Pair, run: Path, fold: int | None) -> frozenset[str]:
     task = replace(choice_of(run, TaskChoice()), grader=None).load()
     if not isinstance(task, Published) or not task.is_one_set:
         raise InputError(
-            f"--fold {fold}: is for benchmarks that are published as one set, and {run} was mined "
+            f"--fold {fold}: is for benchmarks without a test set, and {run} was mined "
             f"on {task.label}"
         )
     samples = task_for(pair, task.of_fold(fold)).samples("test")
@@ -447,16 +451,14 @@ def _kept(run: Path, section: str, kind: type[Section]) -> Section:
         content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path}: cannot be read ({error}); mend it, or delete it"
+            f"{path}: cannot be read ({error}); fix it or delete it"
         ) from None
     known = {"models": set(KEPT), "task": {field.name for field in fields(TaskChoice)}}
     for name, values in content.items():
         is_section = name in known and isinstance(values, dict)
         others = values.keys() - known[name] if is_section else {name}
         if others:
-            raise InputError(
-                f"{path}: has {min(others)}, which is unknown here; take it out"
-            )
+            raise InputError(f"{path}: has {min(others)}, which is unknown; remove it")
         for key, value in values.items():
             values[key] = _kept_value(path, key, value)
     return kind(**content.get(section, {}))

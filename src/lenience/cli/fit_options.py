@@ -148,7 +148,9 @@ class FitFlags:
         )
         self._refuse_others("drafter", *ours, what="another head than --drafter's")
         if self.heads is not None and self.drafter in ("eagle", "model"):
-            raise InputError(f"--heads: {self.drafter} has none; leave it out")
+            raise InputError(
+                f"--heads: drafter {self.drafter} has no heads; leave it out"
+            )
         if self.heads is not None and not 1 <= self.heads <= MOST_HEADS:
             raise InputError(f"--heads {self.heads}: must be from 1 to {MOST_HEADS}")
         if self.epochs is not None and self.epochs < 1:
@@ -159,9 +161,9 @@ class FitFlags:
             ("layers", self.layers),
         ):
             if given and self.drafter != "model":
-                raise InputError(f"--{flag}: is of --drafter model; leave it out")
+                raise InputError(f"--{flag}: needs --drafter model")
         if self.tune_target and self.drafter != "blockwise":
-            raise InputError("--tune-target: is of --drafter blockwise; leave it out")
+            raise InputError("--tune-target: needs --drafter blockwise")
         if self.draft_vocab is not None:
             self._check_vocabulary()
         return DrafterPlan(
@@ -185,7 +187,8 @@ class FitFlags:
             )
         if self.drafter == "model" and self.layers is None:
             raise InputError(
-                "--draft-vocab: is for a draft that is cut out of the target; give --layers too"
+                "--draft-vocab: is for a draft that is cut out of the target; give "
+                "--layers too"
             )
 
     def cut(self) -> int | tuple[int, ...] | None:
@@ -199,7 +202,8 @@ class FitFlags:
             numbers = ()
         if not numbers:
             raise InputError(
-                f"--layers {self.layers}: name layers from 0 on, separated by commas, or their "
+                f"--layers {self.layers}: name layers from 0 on, separated by commas, "
+                "or their "
                 "number"
             )
         return numbers if "," in self.layers else numbers[0]
@@ -219,14 +223,12 @@ class FitFlags:
         self._refuse_others(*ours, what="a head, and --tree fits none")
         if self.draw is None:
             if self.temperature is not None:
-                raise InputError(
-                    "--temperature: is of trees that are drawn; give --draw too"
-                )
+                raise InputError("--temperature: needs --draw")
             return None
         temperature = 1.0 if self.temperature is None else self.temperature
         if not 0 < temperature < math.inf:
             raise InputError(
-                f"--temperature {temperature:g}: must be above 0 where --draw draws"
+                f"--temperature {temperature:g}: must be above 0 with --draw"
             )
         return TreeSampling(self.draw, temperature)
 
@@ -286,14 +288,14 @@ class FitFlags:
         ):
             if getattr(self, name):
                 flag = name.replace("_", "-")
-                raise InputError(f"--{flag}: is of what --drafter fits; name that too")
+                raise InputError(f"--{flag}: needs --drafter")
         for flag, given in (
             ("with", self.with_),
             ("draw", self.draw),
             ("temperature", self.temperature),
         ):
             if given is not None:
-                raise InputError(f"--{flag}: is of what --tree measures; name that too")
+                raise InputError(f"--{flag}: needs --tree")
         if self.recall is not None and not 0 < self.recall <= 1:
             raise InputError(f"--recall {self.recall}: must be in (0, 1]")
         if not 0 <= self.seed < 2**32:
@@ -302,27 +304,31 @@ class FitFlags:
             raise InputError(f"--weight {self.weight:g}: must be above 0")
         if self.stop and self.gate:
             raise InputError(
-                "--gate: is another head than --stop's; fit them one after the other"
+                "--gate: cannot be combined with --stop; train one after the other"
             )
         if self.curve and self.annotated:
-            raise InputError("--curve: is of mined samples; leave it out")
+            raise InputError("--curve: needs mined samples; leave it out")
         if self.soft and (self.annotated or self.role != "judge"):
-            raise InputError("--soft: is for judges of mined mismatches; leave it out")
+            raise InputError(
+                "--soft: needs a judge trained on mined mismatches; leave it out"
+            )
         if self.also and self.annotated:
-            raise InputError("--also: is for runs that were mined; leave it out")
+            raise InputError("--also: needs mined runs; leave it out")
         if self.of is not None:
             self._check_of(self.of)
         if self.tau is not None and not (self.gate and self.tau > 0):
-            raise InputError(f"--tau {self.tau:g}: is a gate's, and above 0")
+            raise InputError(f"--tau {self.tau:g}: needs --gate, and a number above 0")
 
     def _check_of(self, rule: str) -> None:
         from lenience.rules.baselines import BASELINES
         from lenience.runs.certificate import refuse_certified
 
         if not self.stop:
-            raise InputError("--of: says what a stop learns from; give --stop too")
+            raise InputError(
+                "--of: names the rule that a stop learns from; give --stop too"
+            )
         if rule in BASELINES:
-            raise InputError(f"--of {rule}: rejects nothing; name a rule that drafts")
+            raise InputError(f"--of {rule}: rejects no tokens; name a rule that drafts")
         refuse_certified([rule])
 
     def _inputs(self, has_draft: bool) -> Inputs:
@@ -333,7 +339,9 @@ class FitFlags:
         models = self.models
         tokens = self.tokens
         if self.ahead is not None and (self.annotated or role != "judge"):
-            raise InputError("--ahead: is for judges of mined mismatches; leave it out")
+            raise InputError(
+                "--ahead: needs a judge trained on mined mismatches; leave it out"
+            )
         if self.annotated:
             if (
                 role != "judge"
@@ -341,17 +349,17 @@ class FitFlags:
                 or tokens not in (None, "draft")
             ):
                 raise InputError(
-                    "--from annotated: fits a judge to the target's states after each token; "
+                    "--from annotated: fits a judge to the target's states after each "
+                    "token; "
                     "leave the others out"
                 )
             return Inputs(("target",), ("draft",), self._layers("-1"))
         if role != "judge" and models:
-            raise InputError(
-                f"--{role}: is fitted to the draft's own states; leave --models out"
-            )
+            raise InputError(f"--{role}: reads the draft's states; leave --models out")
         if role != "judge" and tokens not in (None, "draft", "previous"):
             raise InputError(
-                f"--tokens {tokens}: a {role} reads the state after draft or after previous"
+                f"--tokens {tokens}: a {role} reads the state after draft or after "
+                "previous"
             )
         as_published = self.head in (None, "logistic") and self.ahead is None
         of_judge = "draft" if as_published else "draft,previous"

@@ -71,9 +71,7 @@ def init(
     """
     settings = run / SETTINGS
     if settings.exists():
-        raise InputError(
-            f"{settings}: is there already; edit it, or name another folder"
-        )
+        raise InputError(f"{settings}: exists already; edit it, or name another folder")
     choice = choice_of(run, choice or TaskChoice())
     choice.load()
     remember(run, models_of(run, models), choice)
@@ -126,7 +124,7 @@ def mine(
         say(f"next: lenience fit {run} --drafter eagle, or medusa, or model --layers 4")
     elif counts.abstained < counts.mismatches:
         few = min(counts.samples, counts.important) < LEAST_SAMPLES
-        more = f"a higher --limit; a judge takes {LEAST_SAMPLES} samples with important mismatches"
+        more = f"a higher --limit; a judge needs {LEAST_SAMPLES} samples with important mismatches"
         say(f"next: {more if few else f'lenience fit {quote(str(out))}'}")
     if json:
         print_json(whole)
@@ -252,7 +250,8 @@ def datastore(
     """
     store = build_datastore(corpus, out, field, target)
     say(
-        f"{store.about['tokens']:,} tokens of {store.about['documents']:,} documents; use it as "
+        f"{store.about['tokens']:,} tokens of {store.about['documents']:,} documents; "
+        "use it as "
         f"--drafter datastore:{out}"
     )
     if json:

@@ -126,9 +126,11 @@ class PromptFlags:
         if self.prompts is None:
             return []
         if prompt is not None or self.messages is not None:
-            raise InputError("--prompts: are all prompts; leave the other one out")
+            raise InputError(
+                "--prompts: replaces PROMPT and --messages; give one of them"
+            )
         if self.show or self.profile:
-            raise InputError("--prompts: is for many; leave --show and --profile out")
+            raise InputError("--prompts: cannot be combined with --show or --profile")
         return prompts_in(self.prompts)
 
 
@@ -206,15 +208,11 @@ class MineFlags:
         if self.resamples < 0:
             raise InputError(f"--resamples {self.resamples}: must be 0 or more")
         if self.policy is not None and self.resamples:
-            raise InputError(
-                "--resamples: is of swaps that were mined without --policy"
-            )
+            raise InputError("--resamples: cannot be combined with --policy")
         if self.workers is not None and self.workers < 1:
             raise InputError(f"--workers {self.workers}: must be 1 or more")
         if self.policy is not None and (self.workers, self.ray) != (None, None):
-            raise InputError(
-                "--policy: is mined in this process; leave out --workers and --ray"
-            )
+            raise InputError("--policy: cannot be combined with --workers or --ray")
         if self.answers_only and self.plan is not None:
             raise InputError(
                 "--plan: counts important mismatches; leave out --answers-only"

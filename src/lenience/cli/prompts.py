@@ -30,7 +30,7 @@ def prompt_of(given: str | None, messages: Path | None) -> str | Messages | None
     file of chat messages; None where none is given. Raises InputError."""
     if messages is not None:
         if given is not None:
-            raise InputError("--messages: is a prompt itself; leave the other one out")
+            raise InputError("--messages: replaces PROMPT; give one of them")
         return _messages(messages)
     if given == STDIN or (given is None and not sys.stdin.isatty()):
         return sys.stdin.read().rstrip("\n")
@@ -87,7 +87,7 @@ def prompts_in(path: Path) -> list[GivenPrompt]:
         lines = enumerate(_text(path, "--prompts").split("\n"), 1)
         found = [(str(number), line) for number, line in lines if line.strip()]
     if not found:
-        raise InputError(f"--prompts {path}: holds none")
+        raise InputError(f"--prompts {path}: holds no prompts")
     return found
 
 

@@ -59,15 +59,17 @@ def compile_pair(pair: Pair, wanted: bool | None, tokens: float) -> None:
         return
     if not wanted and not (tokens and fits):
         if tokens and NEEDS_ONNX in refused:
-            say(f"the models are read through torch: {NEEDS_ONNX}")
+            say(f"decoding runs in PyTorch: {NEEDS_ONNX}")
         pair.compile(export=False)
         return
     takes = export_seconds(models) if fits else 0.0
     saves = 0.0 if wanted or not takes else saved_seconds(models) * tokens
     if not wanted and takes > saves:
         say(
-            f"the models are read through torch: exporting them takes about {duration(takes)}, "
-            f"more than it saves here, about {duration(saves)} (--compile does it anyway)"
+            "decoding runs in PyTorch: exporting the models takes about "
+            f"{duration(takes)}, "
+            f"more than it would save, about {duration(saves)} (--compile does it "
+            "anyway)"
         )
         pair.compile(export=False)
         return
@@ -202,7 +204,8 @@ def compare_run(
         tuned = len(comparison.tuning_samples)
         if tuned:
             say(
-                f"windows are chosen on other prompts: the last {tuned} of the training split"
+                f"windows are chosen on separate prompts: the last {tuned} of the "
+                "training split"
             )
         frontier = with_bars(comparison.carry_out, folder)
     print_table(frontier)
@@ -235,7 +238,7 @@ def answer(
 ) -> tuple[Generation, Profile | None]:
     """Return one answer; where the time goes is measured the second time."""
     if options.get("window") == "auto":
-        with screen.status("picking the window"):
+        with screen.status("choosing the window"):
             pair.settle([prompt], **options)
     if not profiled:
         return pair.generate(prompt, **options), None

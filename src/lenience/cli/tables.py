@@ -119,7 +119,8 @@ def _say_why_not(run: Path, certificate: Certificate) -> None:
     elif earlier.certified:
         limit = f"{earlier.max_drop:.2%}"
         say(
-            f"the run's earlier certificate, of a loss of at most {limit}, stays: certified:{run} "
+            f"the run's earlier certificate, of a loss of at most {limit}, stays: "
+            f"certified:{run} "
             f"is {earlier.certified.rule}"
         )
 
@@ -142,7 +143,8 @@ def planned(found: Forecast, run: str) -> str:
         f"by {found.pilot} samples: {found.mismatches:.1f} mismatches a sample, "
         f"{found.important:.1f} of them important ({low:.1f}–{high:.1f})",
         f"{found.labels:,} important ones take about {found.samples:,} samples "
-        f"({fewest:,}–{to}): {duration(found.seconds)} on this machine, {found.target_passes:,} "
+        f"({fewest:,}–{to}): {duration(found.seconds)} on this machine, "
+        f"{found.target_passes:,} "
         f"passes of the target, which reads {found.target_tokens:,} tokens, and "
         f"{found.draft_tokens:,} tokens of the draft",
         f"next: lenience mine --out {run} --limit {found.samples}",
@@ -197,7 +199,7 @@ def print_passed(passed: Sequence[Timed]) -> None:
         window = f" (window {decoder.window})" if decoder.window else ""
         named.append(f"{_rule_name(decoder)}{window} {raced.tokens_per_second:.0f}")
     say(
-        "the fastest by the race of all that passed, timed anew on "
+        "the fastest settings that passed, timed again on "
         f"{len(passed[0].tokens)} prompts, in tokens/s: {', '.join(named)}"
     )
 
@@ -226,8 +228,10 @@ def gained(tuned: Tuned) -> str:
         over["the fastest strict decoding"] = speeds.certified.times(speeds.strict)
     ratios = " and ".join(f"{times} {name}" for name, times in over.items())
     told = (
-        f"{setting_name(best)} at a window of {best.window} makes {speed}: {ratios} (95 % over "
-        f"{len(speeds.certified.tokens)} prompts), at a loss of at most {certificate.max_drop:.2%} "
+        f"{setting_name(best)} at a window of {best.window} makes {speed}: {ratios} "
+        "(95 % over "
+        f"{len(speeds.certified.tokens)} prompts), at a loss of at most "
+        f"{certificate.max_drop:.2%} "
         f"with {certificate.confidence:.0%} confidence"
     )
     lossless, times = min(over.items(), key=lambda item: item[1].value)
@@ -258,7 +262,7 @@ def print_plan(plan: Plan) -> None:
         table.add_row(escape(short(row.rule)), *cells)
     wide(100).print(table)
     least = f"a setting that never loses anything takes {plan.least} prompts"
-    say(f"{least}; – takes more prompts than a test goes on for (--horizon)")
+    say(f"{least}; – needs more prompts than the test allows (--horizon)")
 
 
 def print_mined(counts: MinedCounts, task: Task) -> None:
@@ -267,7 +271,7 @@ def print_mined(counts: MinedCounts, task: Task) -> None:
         f"{counts.samples} samples",
         f"{counts.mismatches} mismatches",
         f"{counts.important} important",
-        f"{counts.abstained} of which nothing can be said",
+        f"{counts.abstained} without a label",
     ]
     say(", ".join(parts))
     if counts.unanswered:
@@ -333,13 +337,14 @@ def print_table(frontier: Frontier) -> None:
         say(graded(frontier.grading))
     if frontier.learned_from:
         say(
-            f"a judge or the draft has learned from {frontier.learned_from} of these {n} prompts, "
-            "and is better on them than on others: compare on prompts that were not mined"
+            f"a judge or the draft learned from {frontier.learned_from} of these {n} "
+            "prompts and is better on them than on others: compare on prompts that "
+            "were not mined"
         )
     if not any(row.accuracy for row in frontier.rows):
         say(
-            f"{measure} is 0 for every decoder, so no loss can be seen: look at how answers are "
-            "found, and at whether they are cut off (--max-new-tokens)"
+            f"{measure} is 0 for every decoder, so no loss can be seen: check how "
+            "answers are found, and whether they are cut off (--max-new-tokens)"
         )
 
 
@@ -359,7 +364,8 @@ def graded(grading: Mapping[str, int]) -> str:
     otherwise = grading.get("inconsistent", 0)
     unread = grading.get("unread", 0)
     text = (
-        f"the grader judged {pairs} pairs of answers that differ: one better in both orders in "
+        f"the grader judged {pairs} pairs of answers that differ: one better in both "
+        "orders in "
         f"{decided}, by its place alone in {otherwise}"
     )
     return f"{text}; {unread} replies held no verdict" if unread else text
@@ -454,13 +460,16 @@ def print_audit(watch: Audit, state: State, again: int) -> None:
         return
     if state.unreferenced:
         screen.print(
-            f"[red]the answers differ more than was certified; {state.unreferenced} of them had "
-            "no reference and may differ without being wrong: give references, or decode "
+            f"[red]the answers differ more than was certified; {state.unreferenced} of "
+            "them had "
+            "no reference and may differ without being wrong: give references, or "
+            "decode "
             "strictly and certify again[/]"
         )
     else:
         screen.print(
-            "[red]drift: the certificate no longer holds for these prompts; decode strictly and "
+            "[red]drift: the certificate no longer holds for these prompts; decode "
+            "strictly and "
             "certify again[/]"
         )
 
@@ -494,7 +503,8 @@ def _print_judge(head: Head, folder: Path) -> None:
     say(_auc(head))
     if _is_chance(head):
         say(
-            "the scores do not tell important tokens from others, so no threshold pays: learn from "
+            "the scores do not tell important tokens from others, so no threshold "
+            "pays: learn from "
             "more samples, or read other states (--models, --tokens, --layer)"
         )
     own = f"its own threshold is {bound_text(head.threshold)}"
@@ -504,8 +514,9 @@ def _print_judge(head: Head, folder: Path) -> None:
         mined = len(head.prompts or ()) or head.metrics["samples"]
         samples = -(-mined * TELLING // important)
         say(
-            f"{important} important mismatches say little of the strict end: {TELLING} tell a "
-            f"recall of 0.99 from 1, so learn from about {samples} samples"
+            f"{important} important mismatches are few for strict thresholds: "
+            f"{TELLING} are needed to tell a recall of 0.99 from 1, so mine about "
+            f"{samples} samples"
         )
 
 
@@ -528,8 +539,9 @@ def print_curve(rows: Sequence[Mapping[str, Any]]) -> None:
         auc = whole["auc_out_of_fold"] - half["auc_out_of_fold"]
         accepted = whole["accepted"] - half["accepted"]
         say(
-            f"the last doubling brought {auc:+.3f} of AUC and {accepted:+.3f} of what is accepted; "
-            f"{2 * whole['samples']} samples would rarely bring more than that again"
+            f"the last doubling brought {auc:+.3f} of AUC and {accepted:+.3f} of what "
+            "is accepted; "
+            f"{2 * whole['samples']} samples would rarely bring more than that"
         )
 
 
@@ -551,10 +563,11 @@ def print_skipped(found: Sequence[Skipped]) -> str:
     drafter = f"skip:{','.join(map(str, best.layers))}"
     if best.times > 1:
         say(
-            f"use it as --drafter {drafter} --window {best.window}; compare it before you trust it"
+            f"use it as --drafter {drafter} --window {best.window}; compare it before "
+            "you trust it"
         )
     else:
-        say("no layers can be left out so that drafting pays: take another drafter")
+        say("leaving layers out does not pay: use another drafter")
     return drafter
 
 
@@ -572,11 +585,13 @@ def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:
     target = ""
     if "agreement" in metrics:
         say(
-            f"the target that learned too still says {metrics['agreement']:.1%} of its tokens"
+            f"the fine-tuned target still predicts {metrics['agreement']:.1%} of its "
+            "tokens"
         )
         target = f"--target {folder / 'target'} "
     say(
-        f"{kept:.2f} tokens per pass on {held_out} samples held out, strictly; use it as "
+        f"{kept:.2f} tokens per pass on {held_out} samples held out, strictly; use it "
+        "as "
         f"{target}--drafter {kind}:{folder}"
     )
 
@@ -627,7 +642,8 @@ def _print_stop(head: Head, folder: Path) -> None:
     tokens = head.metrics["mismatches"]
     use = f"use it as --stop {Likely(str(folder), head.threshold)}"
     say(
-        f"{tokens} tokens, {rejected / tokens:.1%} of them rejected; {_auc(head)}; {use}"
+        f"{tokens} tokens, {rejected / tokens:.1%} of them rejected; {_auc(head)}; "
+        f"{use}"
     )
 
 
@@ -646,8 +662,9 @@ def _print_gate(head: Head, folder: Path) -> None:
     screen.print(table)
     share = head.metrics["important"] / tokens
     say(
-        f"{tokens} tokens, to {share:.1%} of which the draft gives more than {tau:g} times what "
-        f"the target gives; {_auc(head)}; use it as --stop {Gate(str(folder), head.threshold)}"
+        f"{tokens} tokens; to {share:.1%} of them the draft gives more than {tau:g} "
+        f"times the target's probability; {_auc(head)}; use it as --stop "
+        f"{Gate(str(folder), head.threshold)}"
     )
 
 

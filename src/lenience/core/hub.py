@@ -31,7 +31,7 @@ def local(path: str | Path) -> Path:
     if served:
         folder = Path(served) / name
         if not folder.is_dir():
-            raise InputError(f"{path}: there is none in LENIENCE_HUB, {served}")
+            raise InputError(f"{path}: is missing in LENIENCE_HUB, {served}")
         return folder
     try:
         return _fetched(name)
@@ -64,7 +64,7 @@ def upload(folder: Path, name: str, private: bool) -> str:
         made = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder)
     except Exception as error:
-        mend = "log in with `hf auth login`, or mend the network"
+        mend = "log in with `hf auth login`, or check the network"
         raise RunError(
             f"{name}: cannot be pushed ({first_line(error)}); {mend}"
         ) from error
@@ -73,5 +73,5 @@ def upload(folder: Path, name: str, private: bool) -> str:
 
 def _checked(name: str, told: str) -> str:
     if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", name):
-        raise InputError(f"{told}: is no name on the Hub; write org/name")
+        raise InputError(f"{told}: is not a Hub name; write org/name")
     return name

@@ -47,7 +47,7 @@ def checkpoint_fingerprint(folder: Path) -> str:
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise InputError(
-            f"{folder}: there is no safetensors file in it, which tells the model"
+            f"{folder}: has no safetensors file, which identifies the model"
         )
     try:
         with ExitStack() as stack:

@@ -55,7 +55,8 @@ class Needs:
         layers."""
         if self.layers and other.layers and self.layers != other.layers:
             raise InputError(
-                "its judges read states of different layers; fit them to the same ones"
+                "its judges read states of different layers; train them on the same "
+                "layers"
             )
         return Needs(
             self.window | other.window,

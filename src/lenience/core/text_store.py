@@ -23,7 +23,7 @@ class TextStore:
                 record = json.loads(line)
                 self._known[record["key"]] = record["text"]
             except (ValueError, LookupError, TypeError):
-                continue  # of a process that was killed as it wrote; it is asked again
+                continue  # of a process that was killed as it wrote; retrying
 
     def __contains__(self, key: str) -> bool:
         return key in self._known

@@ -51,24 +51,27 @@ def _check_together(
     greedy = decoder.temperature == 0 and is_lossless(rule)
     if drafter.remembers and not (greedy or str(rule) == "exact"):
         raise InputError(
-            f"drafter {drafter}: proposes by what was answered before, and answers by {rule} "
-            "depend on what is proposed; take rule exact, or another drafter"
+            f"drafter {drafter}: proposes tokens from earlier answers, and answers by "
+            f"rule {rule} "
+            "depend on the proposals; use rule exact, or another drafter"
         )
     drafter.check(target, fingerprints)
     if drafter.reads_last or drafter.features(target):
         target.check_states()
     if decoder.keeps_last and drafter.features(target):
         raise InputError(
-            f"drafter {drafter}: reads the target's last states and others, and rule {rule} "
-            f"those after layers {shown_layers(decoder.layers)}; take a judge of the last states"
+            f"drafter {drafter}: reads the target's last states and those of other "
+            f"layers, and rule {rule} "
+            f"reads those after layers {shown_layers(decoder.layers)}; use a judge of "
+            "the last states"
         )
     if drafter.needs_draft and decoder.window != 0:
         draft_of(models, f"drafter {drafter}")
     _check_offered(decoder)
     if decoder.draft_temperature is not None and not drafter.drafts_by_model:
         raise InputError(
-            f"draft_temperature: is of one model that drafts, and drafter {drafter} is none; "
-            "leave it out"
+            f"draft_temperature: needs a model that drafts, and drafter {drafter} has "
+            "none; leave it out"
         )
     if decoder.branches:
         _check_tree(decoder, models)
@@ -97,20 +100,19 @@ def _check_tree(decoder: Decoder, models: Mapping[str, LM]) -> None:
     drafter = decoder.drafter
     tree = decoder.tree
     if tree.choices() and decoder.window != "auto":
-        raise InputError(
-            f"tree {tree}: is picked with window auto; give that, or name a tree"
-        )
+        raise InputError(f"tree {tree}: needs window auto; give it, or name a tree")
     for shape in tree.choices() or [tree]:
         if not shape.is_chain:
             drafter.check_tree(shape)
     most = tree.size * drafter.joined
     if most > LARGEST:
         raise InputError(
-            f"drafter {drafter}, tree {tree}: a tree of up to {most} tokens, and at most {LARGEST} "
+            f"drafter {drafter}, tree {tree}: a tree of up to {most} tokens, and at "
+            f"most {LARGEST} "
             "are read; name a smaller one"
         )
     if not tree.is_chain and decoder.draft_temperature is not None:
-        raise InputError("draft_temperature: a chain's tokens have one; leave it out")
+        raise InputError("draft_temperature: needs tree chain; leave it out")
     if decoder.window != 0:
         mend = "a drafter alone" if tree.is_chain else "--tree chain"
         check_trees(models["target"], mend)

@@ -63,7 +63,7 @@ class PlainOptions:
                 raise InputError(f"stop_strings: {text!r} is not text")
         if "" in self.stop_strings:
             raise InputError(
-                "stop_strings: an empty one would stop at once; leave it out"
+                "stop_strings: an empty string would stop at once; leave it out"
             )
         self._check_kinds()
         if not -(2**63) <= self.seed < 2**63:
@@ -176,7 +176,8 @@ class Loading:
         unknown = sorted(options.keys() - set(known))
         if unknown:
             raise InputError(
-                f"{unknown[0]}: there is no such option of loading; there are {', '.join(known)}"
+                f"{unknown[0]}: there is no such option of loading; there are "
+                f"{', '.join(known)}"
             )
         return cls(**options)
 

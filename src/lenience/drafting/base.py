@@ -118,7 +118,8 @@ class DrafterSpec:
         """Raise InputError where it cannot propose trees of this shape."""
         if not self.grows_trees:
             raise InputError(
-                f"drafter {self}: proposes chains; take another, or --tree chain"
+                f"drafter {self}: proposes chains only; use another drafter, or --tree "
+                "chain"
             )
 
     def features(self, target: LM) -> tuple[int | None, ...]:
@@ -144,6 +145,7 @@ def check_fitted_to(
     for part, value in fitted_to.items():
         if fingerprints.get(part, value) != value:
             raise InputError(
-                f"{where}: was fitted to another {part} ({value}, this is {fingerprints[part]}); "
-                "fit one for this target"
+                f"{where}: was trained for another {part} ({value}, this is "
+                f"{fingerprints[part]}); "
+                "train one for this target"
             )

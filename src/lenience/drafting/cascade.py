@@ -44,11 +44,14 @@ class Vertical(DrafterSpec):
 
     def __post_init__(self) -> None:
         if not self.then.drafts_by_model:
-            raise InputError(f"{self}: {self.then} has no passes to save; join others")
+            raise InputError(
+                f"{self}: {self.then} runs no model, so there are no passes to save; "
+                "combine other drafters"
+            )
         if self.first.branches or self.first.needs_draft or _reads_target(self.first):
             raise InputError(
-                f"{self}: {self.first} cannot draft for another drafter; take one that "
-                "looks up, exit or skip"
+                f"{self}: {self.first} cannot draft for another drafter; use ngram, "
+                "suffix, datastore, exit or skip"
             )
 
     @cached_property
@@ -179,16 +182,17 @@ class Horizontal(DrafterSpec):
     def __post_init__(self) -> None:
         if self.count < 1:
             raise InputError(
-                f"{self}: the first gives {self.count} tokens; name 1 or more"
+                f"{self}: the first drafter gives {self.count} tokens; name 1 or more"
             )
         for part in (self.first, self.then):
             if part.branches:
                 raise InputError(
-                    f"{self}: {part} proposes trees; join drafters of chains"
+                    f"{self}: {part} proposes trees; combine drafters of chains"
                 )
         if _reads_target(self.then):
             raise InputError(
-                f"{self}: {self.then} goes on from what the target has read alone; name it first"
+                f"{self}: {self.then} drafts from the target's own states only; name "
+                "it first"
             )
 
     @cached_property

@@ -118,7 +118,7 @@ def build_store(documents: Iterator[list[int]], tokenizer: str, out: Path) -> St
         from pydivsufsort import divsufsort
     except ImportError:
         raise InputError(
-            "a datastore is sorted by pydivsufsort: pip install 'lenience[datastore]'"
+            "building a datastore needs pydivsufsort: pip install 'lenience[datastore]'"
         ) from None
     parts: list[NDArray[np.int32]] = []
     for document in documents:
@@ -159,7 +159,7 @@ def _load(path: Path, changed: int) -> Store:
             for name in (TOKENS, SUFFIXES)
         ]
         if len({len(array) for array in arrays}) > 1 or len(arrays[0]) != _size(about):
-            raise ValueError("its files are not of the same corpus")
+            raise ValueError("its files come from different corpora")
         if any(array.ndim > 1 or array.dtype != np.int32 for array in arrays):
             raise ValueError("its files are no lists of 32-bit numbers")
         if not {"tokenizer", "fingerprint"} <= about.keys():
@@ -203,7 +203,8 @@ class Datastore(DrafterSpec):
                 raise InputError(f"datastore's {what} {number}: must be 1 or more")
         if not 1 <= self.shortest <= self.longest:
             raise InputError(
-                f"datastore's shortest {self.shortest}: must be from 1 to longest, {self.longest}"
+                f"datastore's shortest {self.shortest}: must be from 1 to longest, "
+                f"{self.longest}"
             )
         if not 0 <= self.least <= 1:
             raise InputError(f"datastore's least {self.least}: must be from 0 to 1")
@@ -222,8 +223,9 @@ class Datastore(DrafterSpec):
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
         if self.head.about["tokenizer"] != target.tokenizer_fingerprint:
             raise InputError(
-                f"datastore {self.path}: is of another tokenizer "
-                f"({self.head.about['tokenizer']}, this is {target.tokenizer_fingerprint}); build "
+                f"datastore {self.path}: was built with another tokenizer "
+                f"({self.head.about['tokenizer']}, this is "
+                f"{target.tokenizer_fingerprint}); build "
                 "it with this target"
             )
 

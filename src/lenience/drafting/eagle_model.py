@@ -155,7 +155,8 @@ class EagleWeights:
             norm = norms.get(f"fc_norm.{i}.weight")
             if norm is None or norm.shape != (reads / len(norms),):
                 raise ValueError(
-                    f"fc_norm.{i} is not one of {len(norms)} equal parts of the {reads} numbers "
+                    f"fc_norm.{i} is not one of {len(norms)} equal parts of the "
+                    f"{reads} numbers "
                     "that fc reads"
                 )
 
@@ -257,19 +258,23 @@ class EagleWeights:
                 "last" if layer is None else str(layer) for layer in layers
             )
             raise InputError(
-                f"{where}: reads {self.feature_size} numbers of the target's states, and those of "
-                f"layers {named} are {given}; name a checkpoint of this target, or its layers="
+                f"{where}: reads {self.feature_size} numbers of the target's states, "
+                "and those of "
+                f"layers {named} are {given}; name a checkpoint of this target, or its "
+                "layers="
             )
         own = self.tensors.get("embed_tokens.weight")
         known, width = (target.embedding.weight if own is None else own).shape
         if width != self.size:
             raise InputError(
-                f"{where}: reads tokens of {self.size} numbers, and the target's have {width}; "
+                f"{where}: reads tokens of {self.size} numbers, and the target's have "
+                f"{width}; "
                 "name a checkpoint of this target"
             )
         if known < (tokens := min(target.vocab_size, len(target.tokenizer))):
             raise InputError(
-                f"{where}: knows {known} tokens, and the target has {tokens}; name a checkpoint of "
+                f"{where}: knows {known} tokens, and the target has {tokens}; name a "
+                "checkpoint of "
                 "this target"
             )
         ids = self.tensors.get("lm_head.weight", target.output_matrix).shape[0]
@@ -278,7 +283,8 @@ class EagleWeights:
             ids = int((torch.arange(len(offsets)) + offsets).max()) + 1
         if ids > target.vocab_size:
             raise InputError(
-                f"{where}: predicts {ids} tokens, and the target has {target.vocab_size}; name a "
+                f"{where}: predicts {ids} tokens, and the target has "
+                f"{target.vocab_size}; name a "
                 "checkpoint of this target"
             )
 
@@ -510,7 +516,8 @@ def load_eagle(folder: str | Path) -> EagleWeights:
     found = [path / name for name in WEIGHTS if (path / name).is_file()]
     if not found or not (path / "config.json").is_file():
         raise InputError(
-            f"eagle {folder}: there is no config.json with {' or '.join(WEIGHTS)} in it; {MEND}"
+            f"eagle {folder}: there is no config.json with {' or '.join(WEIGHTS)} in "
+            f"it; {MEND}"
         )
     files = [path / name for name in ("config.json", ABOUT)]
     changed = [file.stat().st_mtime_ns for file in (found[0], *files) if file.is_file()]
@@ -538,7 +545,9 @@ def _load(named: str, file: Path, changed: tuple[int, ...]) -> EagleWeights:
             prompts=ours.get("prompts") and tuple(ours["prompts"]),
         )
         if ours and ours["fingerprint"] != weights.fingerprint:
-            raise ValueError(f"{ABOUT} and {file.name} are not of the same fit")
+            raise ValueError(
+                f"{ABOUT} and {file.name} come from different training runs"
+            )
         weights.check_shapes()
         EagleDecoder(weights, nn.Identity())
         return weights
@@ -553,7 +562,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     tensors = {name: part for name, part in saved.items() if "rotary_emb" not in name}
     strange = [name for name in tensors if not KNOWN.fullmatch(name)]
     if strange:
-        raise ValueError(f"it has {strange[0]}, which no layer of Llama's kind has")
+        raise ValueError(f"it has {strange[0]}, which Llama layers lack")
     return {
         re.sub(r"^midlayer\.", "layers.0.", name): part
         for name, part in tensors.items()
@@ -565,7 +574,7 @@ def _layer_config(
 ) -> LlamaConfig:
     kind = about.get("speculators_model_type")
     if kind not in (None, "eagle", "eagle3"):
-        raise ValueError(f"it is of {kind}, and EAGLE's are read here")
+        raise ValueError(f"its kind is {kind}, not EAGLE")
     said = about.get("transformer_layer_config", about)
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     config = {name: said[name] for name in CONFIGURED if said.get(name) is not None}

@@ -173,7 +173,8 @@ class DraftHeads:
             wanted = (None if first is None else first.shape[0], size)
             if not has_shape(matrix, wanted):
                 raise ValueError(
-                    f"head {i}'s matrix is {shown_shape(matrix)}, not {shown_shape(wanted)}"
+                    f"head {i}'s matrix is {shown_shape(matrix)}, not "
+                    f"{shown_shape(wanted)}"
                 )
 
     def _check_block(self, where: str, block: Mapping[str, Tensor], size: int) -> None:
@@ -194,14 +195,16 @@ class DraftHeads:
         for part, wanted in shapes.items():
             if not has_shape(block[part], wanted):
                 raise ValueError(
-                    f"{where}: its {part} is {shown_shape(block[part])}, not {shown_shape(wanted)}"
+                    f"{where}: its {part} is {shown_shape(block[part])}, not "
+                    f"{shown_shape(wanted)}"
                 )
 
     def check(self, where: str, target: LM, fingerprints: Mapping[str, str]) -> None:
         """Raise InputError unless these can draft for a target."""
         if self.hidden_size != target.hidden_size:
             raise InputError(
-                f"{where}: reads states of {self.hidden_size} numbers, and the target's have "
+                f"{where}: reads states of {self.hidden_size} numbers, and the "
+                "target's have "
                 f"{target.hidden_size}; name heads of this target"
             )
         for matrix in self.matrices or ():
@@ -267,12 +270,12 @@ def _load(named: str, path: Path, kind: str, changed: int) -> DraftHeads:
         )
         if heads.fingerprint != about["fingerprint"]:
             raise ValueError(
-                f"{kind}.json and {kind}.safetensors are not of the same fit"
+                f"{kind}.json and {kind}.safetensors come from different training runs"
             )
         return heads
     except BROKEN as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{kind} {named}: is broken ({why}); fit it again") from None
+        raise InputError(f"{kind} {named}: is broken ({why}); train it again") from None
 
 
 def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> DraftHeads:
@@ -310,9 +313,7 @@ def _load_published(named: str, path: Path, changed: int) -> DraftHeads:
         for name, tensor in saved.items():
             found = PUBLISHED.fullmatch(str(name))
             if found is None or not isinstance(tensor, Tensor):
-                raise ValueError(
-                    f"it has {str(name)!r:.60}, which Medusa-1's heads have not"
-                )
+                raise ValueError(f"it has {str(name)!r:.60}, which Medusa-1 heads lack")
             head, block, part = found.groups()
             numbers.add(head)
             tensors[f"{head}.{block}.{part}" if part else f"{head}.matrix"] = tensor

@@ -89,15 +89,15 @@ def check_dynamic(drafter: DrafterSpec, tree: Tree) -> None:
     everywhere."""
     if not isinstance(tree, Dynamic):
         raise InputError(
-            f"drafter {drafter}: what followed has no ranks everywhere; with tree {tree} take "
-            "another, or --tree dynamic:NODES"
+            f"drafter {drafter}: has no ranks at every position; with tree {tree} use "
+            "another drafter, or --tree dynamic:NODES"
         )
     usual = Dynamic(tree.nodes, tree.depth)
     for name in ("top", "temperature", "least"):
         if getattr(tree, name) != getattr(usual, name):
             raise InputError(
-                f"tree {tree}: its {name} is of distributions, and drafter {drafter} knows shares "
-                "of what followed; leave it out"
+                f"tree {tree}: its {name} needs distributions, and drafter {drafter} "
+                "has only shares of earlier continuations; leave it out"
             )
 
 

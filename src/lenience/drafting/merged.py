@@ -35,7 +35,7 @@ class Merged(DrafterSpec):
     def __post_init__(self) -> None:
         for part in self.parts:
             if list(map(str, self.parts)).count(str(part)) > 1:
-                raise InputError(f"{part} is named twice; join drafters that differ")
+                raise InputError(f"{part} is named twice; combine different drafters")
 
     @cached_property
     def needs_draft(self) -> bool:  # type: ignore[override]
@@ -52,7 +52,7 @@ class Merged(DrafterSpec):
     def check_tree(self, tree: Tree) -> None:
         if tree.draws:
             raise InputError(
-                f"tree {tree}: its draws are one drafter's, and {self} joins several"
+                f"tree {tree}: it draws from one drafter, and {self} combines several"
             )
         for part in self.parts:
             part.check_tree(tree)
@@ -70,7 +70,8 @@ class Merged(DrafterSpec):
         wanted = {layers for part in self.parts if (layers := part.features(target))}
         if len(wanted) > 1:
             raise InputError(
-                f"drafter {self}: its parts read different layers of the target; join others"
+                f"drafter {self}: its parts read different layers of the target; "
+                "combine other drafters"
             )
 
     def features(self, target: LM) -> tuple[int | None, ...]:

@@ -41,7 +41,8 @@ def _horizontal(text: str) -> DrafterSpec:
     name, *count = _only(firsts, "+").rsplit(":", 1)
     if not count or not count[0].isdigit():
         raise InputError(
-            f"{firsts[0]}+: how many tokens come from it? Write {firsts[0]}:4+{last}, or put a "
+            f"{firsts[0]}+: how many tokens come from it? Write {firsts[0]}:4+{last}, "
+            "or put a "
             "path with + in double quotes"
         )
     first = spec.parse_term(name, "drafter", DRAFTERS)
@@ -51,7 +52,7 @@ def _horizontal(text: str) -> DrafterSpec:
 
 def _only(parts: list[T], mark: str) -> T:
     if len(parts) > 1:
-        raise InputError(f"{mark} joins two drafters; leave the others out")
+        raise InputError(f"{mark} combines two drafters; leave the others out")
     return parts[0]
 
 

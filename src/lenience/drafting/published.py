@@ -38,11 +38,9 @@ def tensors_in(file: Path) -> Mapping[Any, Any]:
     with file.open("rb") as begun:
         start = begun.read(len(POINTER))
     if start == POINTER:
-        raise ValueError(
-            "it is a pointer of Git LFS; fetch the file that it stands for"
-        )
+        raise ValueError("it is a Git LFS pointer; fetch the file itself")
     if not is_zipfile(file) and not start.startswith(PICKLE):
-        raise ValueError("it is no file of torch's")
+        raise ValueError("it is not a PyTorch file")
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError:

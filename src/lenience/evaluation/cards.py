@@ -28,7 +28,8 @@ def push(folder: Path, name: str, licence: str | None, private: bool) -> str:
     )
     if role is None:
         raise InputError(
-            f"{folder}: holds no head; name one that lenience fit saved, RUN/judge"
+            f"{folder}: holds no head; name a folder that lenience fit wrote, such as "
+            "RUN/judge"
         )
     head = load_head(folder, role)
     run = folder.parent
@@ -130,9 +131,13 @@ def _told(certificate: Certificate | None) -> str:
         return "There is none: what it loses was not bounded."
     certified = certificate.certified
     return (
-        f"With {certificate.confidence:.4g} confidence the loss ({certificate.loss}) of threshold "
+        f"With {certificate.confidence:.4g} confidence the loss ({certificate.loss}) "
+        "of threshold "
         f"{certified.threshold:.6g} at window {certified.window} is at most "
-        f"{certificate.max_drop:.2%}, by {certificate.n} prompts of {certificate.binds['task']}, "
-        f"at {certified.tokens_per_pass:.2f} tokens per pass; certificate.json says what it binds. "
-        "It holds in the run folder that it was made in: certify anew for other prompts."
+        f"{certificate.max_drop:.2%}, by {certificate.n} prompts of "
+        f"{certificate.binds['task']}, "
+        f"at {certified.tokens_per_pass:.2f} tokens per pass; certificate.json says "
+        "what it binds. "
+        "It holds in the run folder that it was made in: certify anew for other "
+        "prompts."
     )

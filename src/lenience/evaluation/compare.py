@@ -80,7 +80,7 @@ class CompareConfig:
     def __post_init__(self) -> None:
         for name in ("rule", "window"):
             if name in self.options:
-                raise InputError(f"options: {name} is said in {name}s, or in a setting")
+                raise InputError(f"options: give {name} in {name}s, or in a setting")
         for name in ("tuning", "timed", "repeats", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} {getattr(self, name)}: must be 1 or more")
@@ -108,13 +108,13 @@ class CompareConfig:
         for entry in entries:
             if entry.get("window") == "auto":
                 raise InputError(
-                    f"setting {entry['rule']}: window auto is chosen by leaving it out; give a "
-                    "number"
+                    f"setting {entry['rule']}: leave window out to have it chosen, or "
+                    "give a number"
                 )
             if self.shared.with_options(entry).tree.choices():
                 raise InputError(
-                    f"setting {entry['rule']}: trees are compared by name, a setting for each; "
-                    "leave tree auto out"
+                    f"setting {entry['rule']}: tree auto cannot be compared; give a "
+                    "setting for each tree"
                 )
         return entries
 
@@ -223,8 +223,9 @@ class Comparison:
         """Whether answers are compared with the target's own, as there are no references."""
         if task.scores_by_reference and lacking and not self.agreement:
             raise InputError(
-                f"task {task.name!r}: sample {lacking[0]} has no reference, and accuracy "
-                "cannot be told without one; without any, agreement with the target is"
+                f"task {task.name!r}: sample {lacking[0]} has no reference, and "
+                "accuracy needs references for all samples; without any, agreement "
+                "with the target is measured"
             )
 
     @contextmanager
@@ -277,7 +278,7 @@ class Comparison:
         changed = [head for head in heads if heads[head] != before["heads"].get(head)]
         if changed:
             raise InputError(
-                f"{out}: {changed[0]} has been fitted anew since; name another folder"
+                f"{out}: {changed[0]} was trained again since; name another folder"
             )
         self.decoders = [
             *had,

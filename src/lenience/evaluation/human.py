@@ -74,8 +74,8 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
         )
     if (folder / KEY).exists():
         raise InputError(
-            f"{folder / PAGE}: is there, and a new page would not take what was graded on it; "
-            f"delete {folder / KEY} to begin anew"
+            f"{folder / PAGE}: exists, and a new page would lose its grades; delete "
+            f"{folder / KEY} to start over"
         )
     name = digest([pair.to_json() for pair in pairs])
     write_json(folder / KEY, Key(page=name, pairs=pairs).to_json())
@@ -179,11 +179,11 @@ def _said(folder: Path, key: Key, filled: Path) -> dict[int, str]:
         mend = f"open {folder / PAGE} and save the grades there"
         raise InputError(f"{filled}: is not what the page saves; {mend}") from None
     if page != key.page:
-        raise InputError(f"{filled}: is of another page than {folder / PAGE}")
+        raise InputError(f"{filled}: belongs to another page than {folder / PAGE}")
     wrong = [said for number, said in grades.items() if said not in GRADES]
     if wrong or not all(0 <= number < len(key.pairs) for number in grades):
         raise InputError(
-            f"{filled}: a grade is left, tie or right of a pair on the page"
+            f"{filled}: a grade must be left, tie or right, of a pair on the page"
         )
     if not grades:
         raise InputError(f"{filled}: no pair is graded yet")
@@ -270,7 +270,7 @@ def _chosen(
     if unknown:
         there = ", ".join(dict.fromkeys(by_rule.values()))
         raise InputError(
-            f"--rule {unknown[0]}: is not in {folder}, which compares {there}"
+            f"--rule {unknown[0]}: is missing in {folder}, which compares {there}"
         )
     if rules:
         return [setting for setting, rule in by_rule.items() if rule in rules]

@@ -251,8 +251,9 @@ def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
     assert isinstance(examples.x, StreamedRows)
     if config.kind != "logistic":
         raise InputError(
-            f"head {config.kind}: {len(examples)} rows of {examples.x.width} numbers do not fit "
-            "into memory; take logistic, which is fitted from files, or fewer samples"
+            f"head {config.kind}: {len(examples)} rows of {examples.x.width} numbers "
+            "do not fit into memory; use --head logistic, which trains from files, or "
+            "fewer samples"
         )
     x = Standardised.of(examples.x)
     m = len(examples)
@@ -322,8 +323,9 @@ def _check_enough(examples: Examples, config: FitConfig) -> None:
         "gate": ("unacceptable", "tokens"),
     }[config.role]
     raise InputError(
-        f"{int(important.sum())} {what} of {len(examples)} {among}, in {groups} samples: too few "
-        f"to fit a {config.role}, which takes {LEAST_SAMPLES} such samples; {config.mend}"
+        f"{int(important.sum())} {what} of {len(examples)} {among}, in {groups} "
+        f"samples: too few to train a {config.role}, which needs {LEAST_SAMPLES} such "
+        f"samples; {config.mend}"
     )
 
 

@@ -56,7 +56,8 @@ class Inputs:
             unknown = [name for name in given if name not in known]
             if unknown or not given:
                 raise InputError(
-                    f"{what} {','.join(given)!r}: name one or more of {', '.join(known)}"
+                    f"{what} {','.join(given)!r}: name one or more of "
+                    f"{', '.join(known)}"
                 )
         if self.ahead is not None and not 0 <= self.ahead <= FURTHEST:
             raise InputError(f"ahead {self.ahead}: must be from 0 to {FURTHEST} tokens")
@@ -67,11 +68,11 @@ class Inputs:
             or 0 in self.layers
         ):
             raise InputError(
-                f"layers {shown or 'none'}: name some, each once, 1 being the first"
+                f"layers {shown or 'none'}: name layers, each once, counted from 1"
             )
         if self.layers != (None,) and "target" not in self.models:
             raise InputError(
-                f"layers {shown}: are the target's, whose states are not read"
+                f"layers {shown}: belong to the target, whose states are not read"
             )
 
     def __str__(self) -> str:
@@ -149,7 +150,8 @@ class Head:
         if known is None:
             listed = ", ".join(measured) or "none"
             raise InputError(
-                f"{self.role} {self.folder}: has no threshold for recall {recall:g}; it has "
+                f"{self.role} {self.folder}: has no threshold for recall {recall:g}; "
+                "it has "
                 f"{listed}"
             )
         return float(known)
@@ -222,27 +224,31 @@ class Head:
         sizes, by role; parts that `fingerprints` lacks are not compared."""
         if "target" in self.inputs.tokens:
             raise InputError(
-                f"{self.role} {self.folder}: reads the state after the target's own token, which "
-                "decoding does not compute; fit one with --tokens draft or previous"
+                f"{self.role} {self.folder}: reads the state after the target's own "
+                "token, which decoding does not compute; train one with --tokens draft "
+                "or previous"
             )
         for part, value in self.fingerprints.items():
             if fingerprints.get(part, value) != value:
                 raise InputError(
-                    f"{self.role} {self.folder}: was fitted to another {part} ({value}, this is "
-                    f"{fingerprints[part]}); fit one for this pair, or add ,unchecked=true to its "
-                    "spec"
+                    f"{self.role} {self.folder}: was trained for another {part} "
+                    f"({value}, this is "
+                    f"{fingerprints[part]}); train one for this pair, or add "
+                    ",unchecked=true to its spec"
                 )
         lacking = [model for model in self.inputs.models if model not in sizes]
         if lacking:
             raise InputError(
-                f"{self.role} {self.folder}: reads states of the {lacking[0]}, and the pair has no "
+                f"{self.role} {self.folder}: reads states of the {lacking[0]}, and the "
+                "pair has no "
                 f"{lacking[0]} model"
             )
         width = self.inputs.width(sizes)
         reads = len(self.layer[0] if self.layer else self.weight)
         if reads != width:
             raise InputError(
-                f"{self.role} {self.folder}: reads {reads} numbers, these models give {width}"
+                f"{self.role} {self.folder}: reads {reads} numbers, these models give "
+                f"{width}"
             )
 
     def save(self, folder: Path) -> None:
@@ -319,7 +325,7 @@ def _load(path: Path, role: Role, changed: int) -> Head:
         )
         if about["fingerprint"] != head.fingerprint:
             raise ValueError(
-                f"{role}.json and {role}.safetensors are not of the same fit"
+                f"{role}.json and {role}.safetensors come from different training runs"
             )
         return head
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -353,7 +359,8 @@ class HeadReference:
                 else ""
             )
             raise InputError(
-                f"{self.name}'s threshold {self.threshold}: a score is a probability, and must be "
+                f"{self.name}'s threshold {self.threshold}: a score is a probability, "
+                "and must be "
                 f"from 0 to 1{percent}"
             )
 
@@ -384,8 +391,9 @@ class HeadReference:
             if self.path != self.built_in:
                 raise
             raise InputError(
-                f"{self.name} without a path is that of the built-in pair, and this is another "
-                f"one; name yours, {self.name}:RUN/{self.role}, which `{_how_to_fit(self.role)}` "
+                f"{self.name} without a path belongs to the built-in pair, and this is "
+                f"another pair; name yours, {self.name}:RUN/{self.role}, which "
+                f"`{_how_to_fit(self.role)}` "
                 "makes"
             ) from error
 
@@ -395,6 +403,7 @@ class HeadReference:
         learned = self.head.temperature
         if learned and learned != temperature and not self.unchecked:
             raise InputError(
-                f"{self.role} {self.path}: learned from answers at temperature {learned:g}, not "
+                f"{self.role} {self.path}: learned from answers at temperature "
+                f"{learned:g}, not "
                 f"{temperature:g}; decode at that, or add ,unchecked=true to its spec"
             )

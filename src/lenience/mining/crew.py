@@ -304,7 +304,8 @@ class _Threads:
         differs = [key for key, own in self.identity.items() if theirs.get(key) != own]
         if differs:
             raise RunError(
-                f"worker {number + 1}: has another {', '.join(differs)} than the driver; give all "
+                f"worker {number + 1}: has another {', '.join(differs)} than the "
+                "driver; give all "
                 "machines the same files"
             )
 
@@ -320,7 +321,7 @@ class _Threads:
     def _lament(self, number: int, error: WorkerLost, in_a_row: int) -> None:
         """Say that a worker is lost. Raises RunError where all have been lost too often."""
         print(
-            f"warning: worker {number + 1} {error}; others do its samples",
+            f"warning: worker {number + 1} {error}; other workers take its samples",
             file=sys.stderr,
         )
         if in_a_row < LOST_IN_A_ROW:

@@ -46,8 +46,9 @@ def forecast(mined: Sequence[MinedSample], labels: int) -> Forecast:
     )
     if len(mined) < 2 or not counts.any():
         raise InputError(
-            f"--plan {labels}: {len(mined)} samples hold {int(counts.sum())} important mismatches, "
-            "too few to tell from; give --limit for a larger pilot"
+            f"--plan {labels}: {len(mined)} samples hold {int(counts.sum())} important "
+            "mismatches, "
+            "too few for an estimate; give --limit for a larger pilot"
         )
     n = len(counts)
     mean = float(counts.mean())

@@ -29,7 +29,7 @@ def check_policy(policy: Decoder) -> None:
     if policy.bound_to:
         refuse_certified([policy.bound_to.source])
     if policy.alone or not policy.rule.goes_on_as_target or policy.temperature > 0:
-        what = "goes on as the target does, greedily, where it rejects a token"
+        what = "decodes greedily and continues as the target does after a rejection"
         raise InputError(
             f"--policy {policy}: name a rule that {what}, such as judge:RUN/judge@T"
         )

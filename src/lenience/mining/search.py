@@ -86,10 +86,10 @@ class MineConfig:
         if self.temperature and (self.policy or self.resamples):
             what = "policy" if self.policy else "resamples"
             raise InputError(
-                f"{what}: is of greedy answers; leave it or the temperature out"
+                f"{what}: needs greedy answers; leave it or the temperature out"
             )
         if not self.temperature and (self.top_k, self.top_p) != (None, None):
-            raise InputError("top_k, top_p: are of draws; give a temperature too")
+            raise InputError("top_k, top_p: need a temperature")
         if self.batch_size < 1:
             raise InputError(f"batch_size {self.batch_size}: must be 1 or more")
         if self.policy:
@@ -333,9 +333,7 @@ def mine(
     models or options, its journal is broken, or memory has no room for the caches.
     """
     if crew is not None and config.policy is not None:
-        raise InputError(
-            "workers: search the target's own answers; leave out the policy"
-        )
+        raise InputError("workers: cannot be combined with a policy")
     task = task_for(pair, task, progress)
     if config.searches_with_draft:
         require_draft(pair)
@@ -389,8 +387,10 @@ def require_draft(pair: Pair) -> None:
     """Raise InputError if a pair has no draft model to mine with."""
     if pair.draft is None:
         raise InputError(
-            "mining: swaps a drafter's tokens in, and the pair has no draft model; name --draft, "
-            "or a --drafter such as ngram or eagle:PATH, or write the target's answers alone "
+            "mining: swaps a drafter's tokens in, and the pair has no draft model; "
+            "name --draft, "
+            "or a --drafter such as ngram or eagle:PATH, or write the target's answers "
+            "alone "
             "(--answers-only)"
         )
 

@@ -45,7 +45,7 @@ class Worker:
         missing = [id for id in asked.ids if id not in self._samples]
         if missing:
             raise InputError(
-                f"task {self.task.name!r}: a worker's has no sample {missing[0]}"
+                f"task {self.task.name!r}: a worker's task has no sample {missing[0]}"
             )
         samples = [self._samples[id] for id in asked.ids]
         decoder = Decoder.of(asked.decoder)

@@ -100,7 +100,7 @@ def _compile(lm: LM, export: bool) -> bool:
             if backend:
                 lm.use(backend)
                 return True
-            why = f"the {'exported' if path else 'recorded'} pass differs from its own"
+            why = f"the {'exported' if path else 'recorded'} pass differs from the model's own pass"
         except Exception as error:  # whatever an exporter raises
             why = f"{type(error).__name__}: {first_line(error)}"
     warnings.warn(f"{lm.role} {lm.name!r}: is not compiled: {why}", stacklevel=3)
@@ -192,7 +192,7 @@ def _another(
         graph = _load_right(lm, export, reads_rightly)
         if graph:
             return graph
-        why = "the exported pass differs from its own"
+        why = "the exported pass differs from the model's own pass"
     except Exception as error:  # whatever an exporter raises
         why = f"{type(error).__name__}: {first_line(error)}"
     warnings.warn(

@@ -195,8 +195,9 @@ class LM:
         head's states would be others; it is tried once."""
         if not self.once("states", self._try_states):
             raise InputError(
-                f"{self.role} {self.name!r}: {type(self.model).__name__} transforms its states "
-                "before the LM head, and heads cannot be fitted to it"
+                f"{self.role} {self.name!r}: {type(self.model).__name__} transforms "
+                "its states "
+                "before the LM head, and heads cannot be trained on it"
             )
 
     @torch.inference_mode()
@@ -384,7 +385,8 @@ class LM:
                 repr(self.tokenizer.convert_ids_to_tokens(token)) for token in added
             )
             warnings.warn(
-                f"{self.role} {self.name!r}: answers also end at {names}, which ends a turn but is "
+                f"{self.role} {self.name!r}: answers also end at {names}, which ends a "
+                "turn but is "
                 "missing from the eos_token_id of generation_config",
                 stacklevel=2,
             )
@@ -500,13 +502,15 @@ class LM:
             )
             why = why or "has no chat template"
             raise InputError(
-                f"{self.role} {self.name!r} {why}; messages need one, and text goes without"
+                f"{self.role} {self.name!r} {why}; messages need one, and text goes "
+                "without"
             )
         if not ids:
             raise InputError("the prompt is empty; give some text or token ids")
         if not all(0 <= item < self.vocab_size for item in ids):
             raise InputError(
-                f"the prompt holds token ids outside 0…{self.vocab_size - 1}, the vocabulary of "
+                f"the prompt holds token ids outside 0…{self.vocab_size - 1}, the "
+                "vocabulary of "
                 f"{self.name!r}"
             )
         if not any_length and self.context_length and len(ids) >= self.context_length:
@@ -558,8 +562,8 @@ def tokenize(
             raise
         words = ", ".join(map(repr, dict.fromkeys(unknown[:5])))
         raise InputError(
-            f"the text holds what the vocabulary of {name!r} lacks: {words}; it knows the words of "
-            "its own task only"
+            f"the text holds what the vocabulary of {name!r} lacks: {words}; it knows "
+            "only the words of its task"
         ) from error
 
 
@@ -599,13 +603,14 @@ def _check_placement(dtype: object, device: object) -> None:
     )
     if dtype != "auto" and not known:
         raise InputError(
-            f"dtype {dtype!r}: there is none; name float32, bfloat16, float16 or auto"
+            f"dtype {dtype!r}: is unknown; name float32, bfloat16, float16 or auto"
         )
     try:
         torch.empty(0, device=device)  # type: ignore[call-overload]
     except (RuntimeError, AssertionError) as error:
         raise InputError(
-            f"device {device!r}: cannot be used ({first_line(error)}); name cpu, cuda or auto"
+            f"device {device!r}: cannot be used ({first_line(error)}); name cpu, cuda "
+            "or auto"
         ) from None
 
 
@@ -659,7 +664,8 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
     stateful = getattr(model, "_is_stateful", False)
     if config.is_encoder_decoder or not takes_cache or stateful or not rollable:
         raise InputError(
-            f"{what}: {kind} keeps a state that cannot be rolled back to an earlier token, which "
+            f"{what}: {kind} keeps a state that cannot be rolled back to an earlier "
+            "token, which "
             "speculative decoding needs; use a decoder-only attention model"
         )
 

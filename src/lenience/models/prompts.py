@@ -74,7 +74,7 @@ class Chat:
         if template is None and (
             what := next((name for name in asked if asked[name]), None)
         ):
-            why = "was told to use no" if self.use is False else "has no"
+            why = "is set to use no" if self.use is False else "has no"
             raise InputError(f"{what}: {model} {why} chat template; leave it out")
         for name in self.options:
             if not re.search(rf"\b{re.escape(name)}\b", template or ""):
@@ -84,9 +84,7 @@ class Chat:
         try:
             json.dumps(self.spec)
         except TypeError as error:
-            raise InputError(
-                f"template options: {error}; give what JSON can hold"
-            ) from None
+            raise InputError(f"template options: {error}; give JSON values") from None
 
     def ids(
         self,
@@ -135,13 +133,14 @@ def several(prompts: Any, pad: int | None = None) -> list[Prompt]:
     tokenizer gives for texts, whose padding is left out. Raises InputError for a single one, and
     for a batch whose rows begin or end with the token `pad` and that says not what is padding."""
     if isinstance(prompts, str):
-        raise InputError("prompts: is one text; give a list, or ask generate for one")
+        raise InputError("prompts: is one text; give a list, or call generate")
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         rows = prompts["input_ids"]
         masks = prompts.get("attention_mask")
         if len(rows) and isinstance(rows[0], int):
             raise InputError(
-                "prompts: are the ids of one; give a list, or ask generate for one"
+                "prompts: are the ids of one prompt; give a list of prompts, or call "
+                "generate"
             )
         given = [rows] if masks is None else [rows, masks]
         if masks is None:
@@ -161,8 +160,8 @@ def _refuse_padding(rows: Any, pad: int | None) -> None:
     rows = rows.tolist() if hasattr(rows, "tolist") else ()
     if any(isinstance(row, list) and pad in (row[:1] + row[-1:]) for row in rows):
         raise InputError(
-            f"prompts: a row begins or ends with the padding token {pad}; give what the tokenizer "
-            "gave, with its attention_mask, or lists without padding"
+            f"prompts: a row begins or ends with the padding token {pad}; give the "
+            "tokenizer's output with its attention_mask, or lists without padding"
         )
 
 
@@ -193,9 +192,10 @@ def refuse_unusable(prompt: Any) -> None:
     many = (
         isinstance(prompt, list) and len(prompt) and isinstance(prompt[0], str | list)
     )
-    mend = "; generate_batch takes several" if many else ""
+    mend = "; generate_batch takes several prompts" if many else ""
     raise InputError(
-        f"a prompt is text, chat messages or a list of token ids, not {prompt!r:.60}{mend}"
+        "a prompt is text, chat messages or a list of token ids, not "
+        f"{prompt!r:.60}{mend}"
     )
 
 

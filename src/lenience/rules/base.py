@@ -133,7 +133,7 @@ class Lenient(Term):
             self.begin and self.begin == self.end
         ):
             raise InputError(
-                f"{self.name}: begin and end mark a span together; give both, and not the same text"
+                f"{self.name}: begin and end mark a span; give both, as different texts"
             )
 
     def _check_bounds(

@@ -35,7 +35,7 @@ class AllOf:
         for term in self.terms:
             if term.is_strict and len(self.terms) > 1:
                 raise InputError(
-                    f"{term} is a strict rule, which is joined by |, not by &"
+                    f"{term} is a strict rule, which combines by |, not by &"
                 )
 
     @cached_property
@@ -68,12 +68,14 @@ class AnyOf:
     def __post_init__(self) -> None:
         if sum(term.is_strict for term in self.terms) > 1:
             raise InputError(
-                f"{self}: joins two strict rules, and only one can say what follows a rejection"
+                f"{self}: combines two strict rules, and only one can give the token "
+                "after a rejection"
             )
         for term in self.terms:
             if not term.composable and len(self.terms) > 1:
                 raise InputError(
-                    f"{self}: {term.name} decides by itself and cannot be joined with another rule"
+                    f"{self}: {term.name} decides alone and cannot be combined with "
+                    "another rule"
                 )
 
     @cached_property

@@ -54,8 +54,8 @@ class Judge(HeadReference, Lenient):
         self._check_bound()
         if bool(self.strict) != bool(self.by):
             raise InputError(
-                f"{self.name}: strict says where the judge must be surer, by how much surer; give "
-                "both"
+                f"{self.name}: strict names tokens with a stricter threshold, and by "
+                "its margin; give both"
             )
         if not 0 <= self.by < math.inf:
             raise InputError(
@@ -67,7 +67,8 @@ class Judge(HeadReference, Lenient):
             re.compile(self.strict)
         except (re.error, RecursionError, OverflowError) as error:
             raise InputError(
-                f"{self.name}'s strict {self.strict!r}: is no regular expression ({error})"
+                f"{self.name}'s strict {self.strict!r}: is no regular expression "
+                f"({error})"
             ) from None
 
     @property
@@ -85,7 +86,8 @@ class Judge(HeadReference, Lenient):
         given = (self.threshold, self.recall, self.logit)
         if sum(bound is not None for bound in given) > 1:
             raise InputError(
-                f"{self.name}: a threshold, a recall and a logit bound the same score; give one"
+                f"{self.name}: a threshold, a recall and a logit bound the same score; "
+                "give one"
             )
         if self.recall is not None and not 0 < self.recall <= 1:
             raise InputError(f"{self.name}'s recall {self.recall:g}: must be in (0, 1]")

@@ -331,7 +331,7 @@ def _compared(term: Lenient, draft: Draft, ctx: Context) -> Tensor:
     compare."""
     if draft.logits is None:
         raise InputError(
-            f"rule {term}: compares the draft's distribution with the target's, and this drafter "
-            "proposes its tokens for certain; take another rule, such as topk:3"
+            f"rule {term}: compares the draft's distribution with the target's, and "
+            "this drafter has no distribution; use another rule, such as topk:3"
         )
     return ctx.log_probs(draft.logits)

@@ -27,7 +27,7 @@ def parse_rule(rule: str | Term | Rule) -> Rule:
         return as_rule(rule)
     if not isinstance(rule, Rule):
         raise InputError(
-            f"rule {rule!r}: is neither a spec nor a rule; derive its class from "
+            f"rule {rule!r}: is neither a spec nor a rule; subclass "
             "lenience.core.protocols.Rule"
         )
     return rule

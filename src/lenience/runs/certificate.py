@@ -56,8 +56,8 @@ def refuse_certified(rules: Iterable[str]) -> None:
     for rule in rules:
         if is_certified(rule):
             raise InputError(
-                f"rule {rule}: binds a window of its own; compare the rule that it certifies, by "
-                "its spec"
+                f"rule {rule}: binds its own window; compare the certified rule by its "
+                "spec"
             )
 
 
@@ -249,7 +249,8 @@ def _check_options(
             continue
         if own[name] != bound[name]:
             raise InputError(
-                f"{rule}: was certified with {name} {bound[name]!r}, not {own[name]!r}; give the "
+                f"{rule}: was certified with {name} {bound[name]!r}, not "
+                f"{own[name]!r}; give the "
                 "same, or certify again"
             )
 

@@ -142,8 +142,8 @@ def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> Non
         lacking = sorted(wanted - before.keys() - {*MAY_DIFFER, *OPTIONAL})
         if lacking:
             raise InputError(
-                f"{path}: says no {lacking[0]}, so another version of lenience made it; name "
-                "another folder"
+                f"{path}: has no {lacking[0]}, so another version of lenience wrote "
+                "it; name another folder"
             )
         for key in dict.fromkeys([*OPTIONAL, *asked]):
             was = before.get(key, UNSAID.get(key))

@@ -94,7 +94,7 @@ class Ledger:
             self.place.mkdir(parents=True, exist_ok=True)
             (self.place / "lock").touch()
         except OSError as error:
-            mend = "name a folder that can be written (LENIENCE_HOME)"
+            mend = "name a writable folder (LENIENCE_HOME)"
             raise InputError(
                 f"{self.place}: cannot be written ({error}); {mend}"
             ) from None

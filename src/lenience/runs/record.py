@@ -172,7 +172,11 @@ def encoded(
     try:
         return lm.encode(prompt or sample.prompt)
     except InputError as error:
-        mend = ", or leave such out (--skip-long)" if isinstance(error, TooLong) else ""
+        mend = (
+            ", or leave out long prompts (--skip-long)"
+            if isinstance(error, TooLong)
+            else ""
+        )
         raise InputError(
             f"task {task.name!r}, sample {sample.id}: {error}{mend}"
         ) from None

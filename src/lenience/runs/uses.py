@@ -191,7 +191,7 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
     if unknown:
         first = sorted(unknown)[0]
         raise InputError(
-            f"prompt {first!r}: {where} has no such one in its split {draw.split!r}"
+            f"prompt {first!r}: {where} has no such prompt in its split {draw.split!r}"
         )
     rows = _Rows(task, samples, uses)
     drawn = rows.own(draw)
@@ -210,16 +210,18 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
             drawn.append(sample)
         elif draw.ids:
             raise InputError(
-                f"prompt {sample.id}: has been used for {used_for}; a certificate needs fresh ones"
+                f"prompt {sample.id}: has been used for {used_for}; a certificate "
+                "needs unused prompts"
             )
         else:
             spent[used_for] += 1
     if not drawn:
         by_use = ", ".join(f"{count} for {use}" for use, count in spent.most_common())
         raise InputError(
-            f"{where}: none of the {len(samples)} prompts of its split {draw.split!r} is fresh"
-            f"{f' (used: {by_use})' if by_use else ''}; name a file of others (--task), or another "
-            "--split"
+            f"{where}: none of the {len(samples)} prompts of its split {draw.split!r} "
+            "is fresh"
+            f"{f' (used: {by_use})' if by_use else ''}; name a file of other prompts "
+            "(--task), or another --split"
         )
     return drawn[: draw.n]
 
@@ -307,9 +309,9 @@ def _runs_of(heads: Iterable[TrainedPart], folder: Path) -> set[Path]:
             if head.head.prompts or head.head.prompts is None:
                 continue
             raise InputError(
-                f"{head.path}: no run.json, journal.jsonl or uses.jsonl lies beside it to say "
-                "what it was fitted on, so no prompt is known to be fresh; use the head in the "
-                "run folder that it was fitted in"
+                f"{head.path}: no run.json, journal.jsonl or uses.jsonl lies next to "
+                "it, so its training prompts are unknown and no prompt is known to be "
+                "unused; use the head in its own run folder"
             )
         if run.resolve() != folder.resolve():
             runs.add(run)

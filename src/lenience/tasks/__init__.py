@@ -108,11 +108,13 @@ def _load(
     file, _, name = spec.rpartition(":")
     if not (from_json or spec in TASKS or file.endswith(".py")):
         raise InputError(
-            f"there is no task {spec!r}; name one of {known}, a FILE.jsonl or a file.py:Name"
+            f"there is no task {spec!r}; name one of {known}, a FILE.jsonl or a "
+            "file.py:Name"
         )
     if data is not None:
         raise InputError(
-            f"data {data}: is for benchmarks, {', '.join(BENCHMARKS)}, and the task is {spec!r}"
+            f"data {data}: is for benchmarks, {', '.join(BENCHMARKS)}, and the task is "
+            f"{spec!r}"
         )
     if from_json:
         return _from_json(list(map(Path, files)), options)
@@ -128,11 +130,12 @@ def _from_json(paths: list[Path], options: Mapping[str, Any]) -> Task:
     unknown = options.keys() - JSON_OPTIONS
     if unknown:
         raise InputError(
-            f"task {paths[0]}: has no option {min(unknown)!r}; it has {', '.join(JSON_OPTIONS)}"
+            f"task {paths[0]}: has no option {min(unknown)!r}; it has "
+            f"{', '.join(JSON_OPTIONS)}"
         )
     if {"prompt_field", "prompt_template"} <= options.keys():
         raise InputError(
-            "prompt_field and prompt_template: both say the prompt; give one"
+            "prompt_field and prompt_template: both name the prompt; give one"
         )
     fields = {"prompt_field": "prompt", "reference_field": "reference"}
     fields["prompt_template"] = "template"

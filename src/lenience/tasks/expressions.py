@@ -100,7 +100,7 @@ def _check() -> None:
             f"it ended with {ended.returncode}"
         ]
         raise InputError(
-            f"math-verify does not work here ({lines[-1][:200]}); install it anew"
+            f"math-verify does not work here ({lines[-1][:200]}); reinstall it"
         )
 
 

@@ -30,10 +30,14 @@ ENOUGH = 10
 """Pairs of answers that tell whether a grader grades at all."""
 KEYS = ("LENIENCE_GRADER_KEY", "OPENAI_API_KEY")
 INSTRUCTION = (
-    "You compare two answers of assistants to the last question of a user. Judge which one serves "
-    "the user better: is it right, does it do what was asked, is it complete and clear. Length, "
-    "order and names do not count. Explain in a few sentences, then end with a line that holds "
-    "[[A]] if answer A is better, [[B]] if answer B is better, or [[C]] if they are equally good."
+    "You compare two answers of assistants to the last question of a user. Judge which "
+    "one serves "
+    "the user better: is it right, does it do what was asked, is it complete and "
+    "clear. Length, "
+    "order and names do not count. Explain in a few sentences, then end with a line "
+    "that holds "
+    "[[A]] if answer A is better, [[B]] if answer B is better, or [[C]] if they are "
+    "equally good."
 )
 
 
@@ -77,7 +81,7 @@ class Endpoint:
             raise InputError(f"--grader {spec}: write URL or URL,model=NAME")
         if not is_address(url):
             raise InputError(
-                f"--grader {spec}: is no address; write http://HOST:PORT/v1"
+                f"--grader {spec}: is not an address; write http://HOST:PORT/v1"
             )
         self.url = url.rstrip("/")
         self._wait = wait
@@ -96,13 +100,13 @@ class Endpoint:
         except RunError as error:
             why = first_line(error)
             lists = " 404 " in str(error)
-            mend = "is a server there?"
+            mend = "check that the server runs"
             if lists:
                 mend = "give the address that ends in /v1, or model=NAME"
             raise InputError(f"--grader {self.url}: {why}; {mend}") from None
         except (LookupError, TypeError):
             raise InputError(
-                f"--grader {self.url}: lists no model; give model=NAME"
+                f"--grader {self.url}: lists no models; give model=NAME"
             ) from None
 
     def _ask(self, messages: Messages) -> str:
@@ -114,7 +118,7 @@ class Endpoint:
             text = _text_of(message["content"])
         except (LookupError, TypeError) as error:
             raise RunError(
-                f"grader {self.source}: no reply in its answer ({error!r})"
+                f"grader {self.source}: its response has no reply ({error!r})"
             ) from None
         if text.strip():
             return text
@@ -122,12 +126,14 @@ class Endpoint:
         if choice.get("finish_reason") == "length":
             what = "its thought" if thought else "an empty reply"
             raise RunError(
-                f"grader {self.source}: {what} used up all {MAX_TOKENS} tokens; turn reasoning off "
+                f"grader {self.source}: {what} used up all {MAX_TOKENS} tokens; turn "
+                "reasoning off "
                 "on the server, or name a model that does not think"
             )
         if thought:
             raise RunError(
-                f"grader {self.source}: its reply is empty, and all of it is in {thought}; turn "
+                f"grader {self.source}: its reply is empty, and all of it is in "
+                f"{thought}; turn "
                 "reasoning off on the server, or start it without a reasoning parser"
             )
         return ""
@@ -154,9 +160,7 @@ class Endpoint:
             except (OSError, ValueError, HTTPException) as error:
                 why = first_line(error)
             if attempt < ATTEMPTS - 1:
-                warnings.warn(
-                    f"grader {self.url}: {why}; it is asked again", stacklevel=2
-                )
+                warnings.warn(f"grader {self.url}: {why}; retrying", stacklevel=2)
                 time.sleep(self._wait * 2**attempt)
         raise RunError(f"grader {self.url}: {path} failed ({why})")
 
@@ -201,7 +205,8 @@ class GradingCounts:
             return f"{self.unread} of {2 * self.pairs} replies hold no verdict"
         if not self.decided and 2 * self.inconsistent > self.pairs:
             return (
-                f"it prefers an answer by its place in {self.inconsistent} of {self.pairs} pairs, "
+                f"it prefers an answer by its place in {self.inconsistent} of "
+                f"{self.pairs} pairs, "
                 "and has decided none"
             )
         return None
@@ -269,8 +274,10 @@ class Graded(Task):
                 f"[[{verdict}]]" if verdict else "no verdict" for verdict in verdicts
             )
             raise InputError(
-                f"grader {self.grader.name}: does not tell {RIGHT!r} from {WRONG!r} as an answer "
-                f"to {PROBE.prompt!r} (it gives {said}, for [[A]] and [[B]]); name another model"
+                f"grader {self.grader.name}: does not tell {RIGHT!r} from {WRONG!r} as "
+                "an answer "
+                f"to {PROBE.prompt!r} (it gives {said}, for [[A]] and [[B]]); name "
+                "another model"
             )
 
     def _verdict(self, key: str) -> str | None:
@@ -358,7 +365,8 @@ def _question(sample: Sample, a: str, b: str) -> Messages:
     reference = sample.reference or sample.metadata.get("reference")
     told = f"[Reference answer]\n{reference}\n\n" if reference else ""
     asked = (
-        f"[Conversation]\n{prompt}\n\n{told}[Answer A]\n{a.strip()}\n[End of answer A]\n\n"
+        f"[Conversation]\n{prompt}\n\n{told}[Answer A]\n{a.strip()}\n[End of answer "
+        "A]\n\n"
         f"[Answer B]\n{b.strip()}\n[End of answer B]"
     )
     return [

@@ -57,7 +57,7 @@ class JsonlTask(Task):
                 told = f"; {told_unread(self.unread)}"
             files = ", ".join(map(str, paths))
             raise InputError(
-                f"task file {files}: say how answers are found (--answer){told}"
+                f"task file {files}: name how answers are found (--answer){told}"
             )
         self._how = answers(answer, same)
         spec = f" {self.fields.spec}" if self.fields.spec else ""
@@ -124,13 +124,15 @@ def _rows(paths: Sequence[Path], fields: Fields) -> Iterator[Row]:
             row["id"] = f"{prefix}{row.get('id', number)}"
             if row["id"] in ids:
                 raise InputError(
-                    f"task file {where}: the id {row['id']!r} has come before; make each one once"
+                    f"task file {where}: the id {row['id']!r} is a duplicate; give "
+                    "each row its own id"
                 )
             ids.add(row["id"])
             if several and split:
                 row.setdefault("split", split[1])
             elif any(splits) and several and "split" not in row:
                 raise InputError(
-                    f"task file {where}: says no split, as others do by their names (train, test)"
+                    f"task file {where}: names no split, as other files do (train, "
+                    "test)"
                 )
             yield row

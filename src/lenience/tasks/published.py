@@ -50,7 +50,8 @@ class Published(Task):
             value = getattr(self, name, None)
             if get_origin(kind) is Literal and value not in get_args(kind):
                 raise InputError(
-                    f"{self.title}'s {name} must be {' or '.join(get_args(kind))}, not {value!r}"
+                    f"{self.title}'s {name} must be {' or '.join(get_args(kind))}, not "
+                    f"{value!r}"
                 )
         if not 0 <= self.fold < FOLDS:
             raise InputError(
@@ -76,7 +77,7 @@ class Published(Task):
             ]
             self._given[role] = _distinct(samples, self.title)
         if not any(self._given.values()):
-            why = f" that its options take ({self.choices})" if self.choices else ""
+            why = f" with these options ({self.choices})" if self.choices else ""
             raise InputError(
                 f"task {self.title}, {data}: there is no problem in it{why}"
             )
@@ -85,8 +86,8 @@ class Published(Task):
             type(self).sets,
         ):
             raise InputError(
-                f"task {self.title}, {data}: has a test set of its own; fold and sets are for what "
-                "is published as one set"
+                f"task {self.title}, {data}: has its own test set; fold and sets are "
+                "for benchmarks without one"
             )
         self.version = type(self).version
         self.name = f"{self.spec} ({_digest(files)}) version={self.version}"
@@ -209,9 +210,7 @@ def _distinct(samples: list[Sample], title: str) -> list[Sample]:
     seen = set[str]()
     for sample in samples:
         if sample.id in seen:
-            raise InputError(
-                f"task {title}: the id {sample.id!r} comes twice in its files"
-            )
+            raise InputError(f"task {title}: the id {sample.id!r} is a duplicate")
         seen.add(sample.id)
     return samples
 
@@ -328,7 +327,7 @@ def _from_hub(data: str, suffixes: tuple[str, ...]) -> Path:
     ) as error:
         why = str(error).strip().splitlines()[0]
         raise InputError(
-            f"--data {data}: is no file here, nor a dataset ({why:.120})"
+            f"--data {data}: is neither a file nor a dataset ({why:.120})"
         ) from None
     return Path(folder) / part
 

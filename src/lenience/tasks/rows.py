@@ -56,7 +56,7 @@ class Fields:
         if not isinstance(prompt, str):
             if isinstance(prompt or row.get("turns"), list):
                 raise InputError(
-                    "has turns; --task mtbench --data FILE asks one after the other"
+                    "has turns; --task mtbench --data FILE prompts them in order"
                 )
             if prompt is not None:
                 raise InputError(f'its "{self.prompt}" is no text: {prompt!r:.40}')

@@ -277,7 +277,7 @@ def _refused_calls() -> bytes:
         import pyseccomp
     except (ImportError, RuntimeError) as error:
         raise InputError(
-            f"task: programs are run shut in, which needs {EXTRA} ({error})"
+            f"task: programs run in a sandbox, which needs {EXTRA} ({error})"
         ) from None
     refused = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for name in REFUSED:
@@ -528,9 +528,7 @@ def sandbox(unsafe_local: bool = False) -> Sandbox:
     """Return the sandbox that works here. Raises InputError where none does, unless programs may
     run as this very user (`unsafe_local`)."""
     if os.name != "posix":
-        raise InputError(
-            "task: programs that a model wrote are run on Linux, or another Unix"
-        )
+        raise InputError("task: model-written programs need Linux or another Unix")
     if unsafe_local:
         return Sandbox("none")
     why = []
@@ -541,8 +539,8 @@ def sandbox(unsafe_local: bool = False) -> Sandbox:
             return Sandbox(kind)
         why.append(f"{kind}: {fault}")
     raise InputError(
-        f"task: programs that a model wrote cannot be shut in here ({'; '.join(why)}); install "
-        "bubblewrap, or accept what they may do with --unsafe-local"
+        f"task: model-written programs cannot be sandboxed here ({'; '.join(why)}); "
+        "install bubblewrap, or accept the risk with --unsafe-local"
     )
 
 

@@ -94,7 +94,8 @@ class CheckedTask(Task):
         for sample in self._task.samples(split):
             if not (hasattr(sample, "id") and hasattr(sample, "prompt")):
                 raise InputError(
-                    f"task {self.name!r}: samples gave {sample!r:.60}, which is no Sample; {DOCS}"
+                    f"task {self.name!r}: samples gave {sample!r:.60}, which is no "
+                    f"Sample; {DOCS}"
                 )
             if self._fits(sample):
                 yield sample
@@ -150,7 +151,8 @@ class CheckedTask(Task):
         scores = list(self._call("score", samples, given, wrong=[Score(False, 1.0)]))
         if len(scores) != len(pairs):
             raise RuntimeError(
-                f"task {self.name!r}: score gave {len(scores)} scores for {len(pairs)} responses"
+                f"task {self.name!r}: score gave {len(scores)} scores for {len(pairs)} "
+                "responses"
             )
         for score, sample in zip(scores, samples):
             if not isinstance(score, Score) or score.correct not in (True, False):
@@ -216,7 +218,7 @@ class CheckedTask(Task):
                 raise RuntimeError(failed) from error
             if not self._told:
                 warnings.warn(
-                    f"{failed}; counted as wrong, as others will be", stacklevel=2
+                    f"{failed}; counted as wrong, like further ones", stacklevel=2
                 )
                 self._told = True
             return wrong

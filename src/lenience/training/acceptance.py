@@ -68,7 +68,7 @@ def measure_acceptance(
     of those that were drawn."""
     counts = _Counts()
     if not drafter.grows_trees:
-        raise InputError(f"--with {drafter}: proposes no trees; take another")
+        raise InputError(f"--with {drafter}: proposes no trees; name another drafter")
     after_first = [RANKS, *[0] * (RANKS - 1)]
     comb = (RANKS, *after_first * (DEPTH - 2), RANKS)
     answers = pair.as_completed(
@@ -86,8 +86,8 @@ def measure_acceptance(
     shares, places = counts.shares()
     if not any(chain.from_iterable(shares)):
         raise InputError(
-            f"--with {drafter}: the target said nothing of what it drafted on {len(prompts)} "
-            "prompts; measure on more, or take another"
+            f"--with {drafter}: the target chose none of its tokens on {len(prompts)} "
+            "prompts; measure on more prompts, or name another drafter"
         )
     return Acceptance(str(drafter), shares, places, drawn.draw if drawn else None)
 

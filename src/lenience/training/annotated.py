@@ -81,8 +81,8 @@ def marked_answers(lm: LM, row: Annotated) -> tuple[list[int], list[MarkedAnswer
     left out."""
     if not lm.tokenizer.is_fast:
         raise InputError(
-            f"target {lm.name!r}: its tokenizer cannot tell which characters a token stands for; "
-            "take a fast one"
+            f"target {lm.name!r}: its tokenizer does not map tokens to characters; use "
+            "a fast tokenizer"
         )
     nothing = (len(row.correct), len(row.correct))
     try:
@@ -95,7 +95,7 @@ def marked_answers(lm: LM, row: Annotated) -> tuple[list[int], list[MarkedAnswer
         room = f"{lm.name!r} has room for {lm.context_length}"
         raise InputError(f"{row.line}: has {longest} tokens, {room}")
     if not any(answers[1].wrong):
-        mend = "holds no token; mark what is wrong"
+        mend = "holds no token; mark the wrong characters"
         raise InputError(f"{row.line}: the error {list(row.error)} {mend}")
     return prompt, answers
 

@@ -121,13 +121,13 @@ def journal_records(folder: Path) -> list[dict[str, Any]]:
     twice."""
     records = Journal(folder / "journal.jsonl").resume()
     if not records:
-        mend = f"mine some samples first (lenience mine --out {folder})"
+        mend = f"mine samples first (lenience mine --out {folder})"
         raise InputError(f"{folder}: its journal is empty; {mend}")
     lines: dict[str, int] = {}
     for line, record in enumerate(records, 1):
         first = lines.setdefault(str(record.get("id")), line)
         if first != line:
-            what = f"sample {record['id']} stands in lines {first} and {line}"
+            what = f"sample {record['id']} is in lines {first} and {line}"
             raise InputError(f"{folder / 'journal.jsonl'}: {what}; delete one of them")
     return records
 

@@ -56,7 +56,7 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
     role = plan.config.role
     runs = (run, *plan.also)
     examples = _computed(pair, run, plan, progress)
-    progress(f"fitting the {role}", 0, 1)
+    progress(f"training the {role}", 0, 1)
     head = fit_head(examples, plan.inputs, pair.fingerprints, plan.config)
     if role == "gate":
         head = replace(head, metrics={**head.metrics, "tau": plan.tau})
@@ -79,7 +79,7 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
         mined = read_run(run)
         head = replace(head, temperature=mined.temperature, drafter=mined.drafter)
     head.save(plan.out)
-    progress(f"fitting the {role}", 1, 1)
+    progress(f"training the {role}", 1, 1)
     return head
 
 
@@ -97,7 +97,7 @@ def learning_curve(
     )
     rows: list[dict[str, Any]] = []
     for done, share in enumerate(CURVE_SHARES):
-        progress("fitting", done, len(CURVE_SHARES))
+        progress("training", done, len(CURVE_SHARES))
         drawn = order[: max(1, round(share * len(order)))]
         part = examples.rows(np.isin(examples.samples, drawn))
         try:
@@ -113,7 +113,7 @@ def learning_curve(
         rows.append(
             {**{key: head.metrics[key] for key in kept}, "accepted": at["accepted"]}
         )
-    progress("fitting", len(CURVE_SHARES), len(CURVE_SHARES))
+    progress("training", len(CURVE_SHARES), len(CURVE_SHARES))
     return rows
 
 
@@ -132,8 +132,9 @@ def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Exam
             )
     if temperatures.get(run) and plan.inputs.ahead is not None:
         raise InputError(
-            f"{run}: was mined at temperature {temperatures[run]:g}, and a judge that looks ahead "
-            "learns from windows that are drafted greedily; leave out --ahead"
+            f"{run}: was mined at temperature {temperatures[run]:g}, and a judge that "
+            "looks ahead "
+            "learns from greedily drafted windows; leave out --ahead"
         )
     for judge in judges if plan.inputs.ahead is not None else ():
         _check_windows(judge)
@@ -153,14 +154,16 @@ def _check_searched(run: Path, like: Path) -> None:
     record = read_run(run)
     if record.answers_only:
         raise InputError(
-            f"{run}: holds the target's answers and no mismatches; a judge needs a run that was "
+            f"{run}: holds the target's answers and no mismatches; a judge needs a run "
+            "that was "
             "mined with --draft or --drafter"
         )
     of_run = _drafter_name(record.drafter)
     of_first = _drafter_name(read_run(like).drafter)
     if of_run != of_first:
         raise InputError(
-            f"{run}: was mined with drafter {of_run}, and {like} with {of_first}; fit one judge "
+            f"{run}: was mined with drafter {of_run}, and {like} with {of_first}; fit "
+            "one judge "
             "for each"
         )
 
@@ -175,7 +178,8 @@ def _check_windows(run: Path) -> None:
     record = read_run(run)
     if record.drafter:
         raise InputError(
-            f"{run}: was mined with drafter {record.drafter['spec']}, and a judge that looks ahead "
+            f"{run}: was mined with drafter {record.drafter['spec']}, and a judge that "
+            "looks ahead "
             "learns from windows of the draft model; leave out --ahead"
         )
     policy = record.policy
@@ -190,8 +194,8 @@ def _check_windows(run: Path) -> None:
     for part, is_other in others.items():
         if is_other:
             raise InputError(
-                f"{run}: was mined with {part}, and a judge that looks ahead learns from what the "
-                "draft model puts after a token; leave out --ahead"
+                f"{run}: was mined with {part}, and a judge that looks ahead learns "
+                "from the draft model's continuations; leave out --ahead"
             )
 
 
@@ -253,7 +257,7 @@ def fit_annotated(
     """Fit a judge to answers in which the errors are marked, and save it (Judge Decoding, Bachmann
     2025)."""
     examples = annotated_examples(pair.target, rows, plan.inputs, progress)
-    progress("fitting the judge", 0, 1)
+    progress("training the judge", 0, 1)
     fingerprints = {
         part: value for part, value in pair.fingerprints.items() if part != "draft"
     }
@@ -264,5 +268,5 @@ def fit_annotated(
     digests = (prompt_digest(pair.target.encode(row.question)) for row in rows)
     head = replace(head, prompts=tuple(dict.fromkeys(digests)))
     head.save(plan.out)
-    progress("fitting the judge", 1, 1)
+    progress("training the judge", 1, 1)
     return head

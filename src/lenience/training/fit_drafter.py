@@ -115,7 +115,7 @@ def fit_to_answers(
         _identity(pair, answers, plan),
         schedule,
     )
-    what = f"fitting {plan.kind}"
+    what = f"training {plan.kind}"
     training.run(
         lambda number: fit.epoch(number, training.step), fit.measure, what, progress
     )
@@ -211,8 +211,8 @@ def _check(pair: Pair, answers: Sequence[Answer], plan: DrafterPlan) -> None:
         pair.target.check_states()
     if len(answers) < LEAST:
         raise InputError(
-            f"--drafter {plan.kind}: {len(answers)} answers to learn from, and {LEAST} are the "
-            "least; mine more"
+            f"--drafter {plan.kind}: {len(answers)} answers are too few, {LEAST} are "
+            "needed; mine more"
         )
 
 

@@ -45,7 +45,7 @@ def search_layers(
     optimisation). Raises InputError if there is nothing to try it on."""
     tried = [sample for sample in samples[:SAMPLES] if sample.response_ids]
     if not tried:
-        raise InputError("no sample of the run has an answer: mine some more")
+        raise InputError("no sample of the run has an answer; mine more")
     target = pair.target
     left_out = tuple[int, ...]()
     found = list[Skipped]()
@@ -57,7 +57,7 @@ def search_layers(
         for layer in range(1, target.num_layers + 1):
             if layer in left_out:
                 continue
-            progress("layers tried", done, total)
+            progress("trying layers", done, total)
             share = _agreement(take_apart(target, (*left_out, layer)), tried)
             done += 1
             if share > agreement:
@@ -66,7 +66,7 @@ def search_layers(
         left_out = tuple(sorted((*left_out, best)))
         times, window = worth(agreement, 1 - len(left_out) / target.num_layers)
         found.append(Skipped(left_out, agreement, times, window))
-    progress("layers tried", total, total)
+    progress("trying layers", total, total)
     return found
 
 

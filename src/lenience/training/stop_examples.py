@@ -58,8 +58,8 @@ def decided_states(
     sampling = of.needs.sampling
     if sampling and inputs.tokens == ("draft",):
         raise InputError(
-            f"--tokens draft: {of} rejects drawn tokens, which an answer does not keep; leave it "
-            "out, or name a rule that decodes greedily"
+            f"--tokens draft: {of} rejects drawn tokens, which answers do not keep; "
+            "leave it out, or name a rule that decodes greedily"
         )
     decoder = Decoder.of(
         rule=of,

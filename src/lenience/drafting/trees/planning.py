@@ -53,7 +53,7 @@ def _load(file: Path, changed: int) -> Acceptance:
         if not shares or not all(len(row) == len(shares[0]) > 0 for row in shares):
             raise ValueError("its shares are no table")
         if not any(shares[0]):
-            raise ValueError("nothing of what was drafted was said")
+            raise ValueError("the target never chose a drafted token")
         places = tuple(map(int, said["places"]))
         return Acceptance(str(said["drafter"]), shares, places, said.get("draw"))
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -98,7 +98,8 @@ class Ranked(Tree):
     def __post_init__(self) -> None:
         if self.draw not in (None, *get_args(Draws)):
             raise InputError(
-                f"{self.name}'s draw {self.draw}: must be one of {', '.join(get_args(Draws))}"
+                f"{self.name}'s draw {self.draw}: must be one of "
+                f"{', '.join(get_args(Draws))}"
             )
 
     def places(self) -> list[tuple[int, int]]:
@@ -178,8 +179,9 @@ class Shape(Ranked):
         _check_size("shape", size)
         if not size or len(self.children) > size + 1:
             raise InputError(
-                f"{self}: says the children of {len(self.children) - 1} tokens, and has {size}; "
-                "leave out those of tokens that there are not"
+                f"{self}: lists the children of {len(self.children) - 1} tokens, and "
+                f"has {size}; "
+                "leave out those of missing tokens"
             )
         for i, parent in enumerate(self.parents):
             if parent >= i:

@@ -37,10 +37,13 @@ def vllm_version() -> str:
             continue
         if not found.startswith(tuple(f"{known}." for known in KNOWN)):
             raise InputError(
-                f"vLLM {found}: is not known; lenience {VERSION} knows {' and '.join(KNOWN)}"
+                f"vLLM {found}: is not known; lenience {VERSION} knows "
+                f"{' and '.join(KNOWN)}"
             )
         return found
-    raise InputError("vLLM: is not installed here; docs/vllm.md says how it comes")
+    raise InputError(
+        "vLLM: is not installed here; docs/vllm.md shows how to install it"
+    )
 
 
 def check_seams(seams: Iterable[tuple[Any, str, Sequence[str]]]) -> None:
@@ -51,8 +54,10 @@ def check_seams(seams: Iterable[tuple[Any, str, Sequence[str]]]) -> None:
         found = tuple(inspect.signature(function).parameters) if function else ()
         if found[: len(parameters)] != tuple(parameters):
             raise InputError(
-                f"vLLM {vllm_version()}: {owner.__name__}.{name} takes {', '.join(found) or 'none'}"
-                f", not {', '.join(parameters)}; take a version that lenience {VERSION} knows: "
+                f"vLLM {vllm_version()}: {owner.__name__}.{name} takes "
+                f"{', '.join(found) or 'none'}"
+                f", not {', '.join(parameters)}; take a version that lenience "
+                f"{VERSION} knows: "
                 f"{' or '.join(KNOWN)}"
             )
 
@@ -67,7 +72,8 @@ def check(server: ServedRule, config: Any) -> str:
         return f"rule {rule}, vLLM {found}"
     if speculative is None:
         raise InputError(
-            f"rule {rule}: this server drafts nothing, so there is nothing to accept; give vLLM a "
+            f"rule {rule}: this server does not draft, so there is nothing to accept; "
+            "give vLLM a "
             '--speculative-config, such as {"method": "draft_model", "model": "DRAFT", '
             '"num_speculative_tokens": 4}'
         )
@@ -75,7 +81,8 @@ def check(server: ServedRule, config: Any) -> str:
     for served in server.rules:
         check_rule(served, config)
     heads = ", ".join(
-        f"head {head.head.fingerprint} ({'unchecked' if head.unchecked else 'of these models'})"
+        f"head {head.head.fingerprint} "
+        f"({'unchecked' if head.unchecked else 'of these models'})"
         for head in rule.heads
     )
     certificate = "no certificate"
@@ -97,7 +104,8 @@ def _check_engine(server: ServedRule, config: Any) -> None:
     has_heads = server.allow_any or any(rule.heads for rule in server.rules)
     spread = config.parallel_config.distributed_executor_backend == "ray"
     refused = {
-        f"rejection_sample_method {speculative.rejection_sample_method!r} is a rule of its own; "
+        f"rejection_sample_method {speculative.rejection_sample_method!r} is a rule of "
+        "its own; "
         "leave it out": speculative.rejection_sample_method != "standard",
         "prefill context parallelism deals rows out anew; leave it out": (
             getattr(config.parallel_config, "prefill_context_parallel_size", 1) > 1
@@ -130,14 +138,14 @@ def check_reads(rule: Rule) -> None:
     """Raise InputError where a rule reads what vLLM does not keep."""
     if Parts.STATES in rule.needs.window:
         raise InputError(
-            f"rule {rule}: reads the draft's states, which vLLM does not keep; fit a judge with "
-            "--models target"
+            f"rule {rule}: reads the draft's states, which vLLM does not keep; train a "
+            "judge with --models target"
         )
     layers = rule.needs.layers or (None,)
     if layers != (None,):
         raise InputError(
-            f"rule {rule}: reads the states after layers {shown_layers(layers)}, and vLLM "
-            "keeps those after the final norm; fit a judge without --layer"
+            f"rule {rule}: reads the states after layers {shown_layers(layers)}, and "
+            "vLLM keeps those after the final norm; train a judge without --layer"
         )
 
 
@@ -248,7 +256,8 @@ def _check_certificate(
     sampled = "probabilistic" if binds["temperature"] else "greedy"
     if speculative.draft_sample_method != sampled:
         raise InputError(
-            f"certified: was certified with a draft_sample_method {sampled!r}; set it in "
+            f"certified: was certified with a draft_sample_method {sampled!r}; set it "
+            "in "
             "--speculative-config"
         )
 
@@ -297,7 +306,8 @@ def check_certified(certificate: Certificate, params: Any) -> None:
     for name, (given, bound) in asked.items():
         if (given or 0) != (bound or 0):
             raise InputError(
-                f"{name} {given!r}: answers were certified with {bound!r}; ask so, or for "
+                f"{name} {given!r}: answers were certified with {bound!r}; ask so, or "
+                "for "
                 '"lenience": "exact" in vllm_xargs'
             )
 
@@ -317,6 +327,7 @@ def check_request(rule: AnyOf, params: Any) -> None:
         raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
     if greedy and needs_draft_probs(rule):
         raise InputError(
-            f"rule {rule}: compares the draft's distribution, which vLLM keeps for sampled "
+            f"rule {rule}: compares the draft's distribution, which vLLM keeps for "
+            "sampled "
             'requests alone; give a temperature above 0, or "lenience": "exact" in vllm_xargs'
         )

@@ -89,7 +89,9 @@ class VllmPair(Pair):
         super().__init__(pair.target, pair.draft, pair.name)
         taken = sorted(set(arguments) & set(OF_PAIR))
         if taken:
-            raise InputError(f"engine argument {taken[0]}: is the pair's; leave it out")
+            raise InputError(
+                f"engine argument {taken[0]}: is set by the pair; leave it out"
+            )
         self.arguments = dict(arguments)
         self.engine_name = f"vllm {vllm_version()}"
         self._running: dict[EngineUse, Any] = {}
@@ -110,11 +112,13 @@ class VllmPair(Pair):
             f"tree {decoder.tree}: vLLM drafts chains; leave it out": (
                 drafts and str(decoder.tree) != "chain"
             ),
-            f"draft_temperature {decoder.draft_temperature}: vLLM's draft samples as the request "
+            f"draft_temperature {decoder.draft_temperature}: vLLM's draft samples as "
+            "the request "
             "does; leave it out": decoder.draft_temperature is not None,
             "window auto: each window is a vLLM of its own; name one": decoder.window
             == "auto",
-            f"rule {rule}: compares the draft's distribution, which vLLM keeps for sampled answers "
+            f"rule {rule}: compares the draft's distribution, which vLLM keeps for "
+            "sampled answers "
             "alone; give a temperature above 0": lacks_probs,
         }
         for why, is_so in refused.items():
@@ -126,17 +130,15 @@ class VllmPair(Pair):
         if processors:
             names = ", ".join(type(processor).__name__ for processor in processors)
             raise InputError(
-                f"{reader.role} {reader.name!r}: its generation_config asks for {names}, which is "
-                "not handed to vLLM"
+                f"{reader.role} {reader.name!r}: its generation_config sets {names}, "
+                "which is not passed to vLLM"
             )
 
     def stream(
         self, prompt: Prompt, decoder: Decoder | None = None, **options: Any
     ) -> Iterator[Step]:
         """Raise InputError: vLLM returns whole answers here."""
-        raise InputError(
-            "stream: runs in our own loop; ask vLLM for whole answers (generate)"
-        )
+        raise InputError("stream: needs lenience's own loop; use generate with vLLM")
 
     def _completed(
         self,
@@ -147,10 +149,12 @@ class VllmPair(Pair):
     ) -> Iterator[tuple[int, Generation]]:
         if telling.profile is not None:
             raise InputError(
-                "profile: tells of our own loop; vLLM has profilers of its own"
+                "profile: measures lenience's own loop; vLLM has its own profilers"
             )
         if telling.logprobs:
-            raise InputError("logprobs: are of our own loop; ask vLLM itself for them")
+            raise InputError(
+                "logprobs: need lenience's own loop; request them from vLLM itself"
+            )
         ids = [self.encode(prompt, self.reader(decoder)) for prompt in prompts]
         return self._answers(decoder, ids, batch_size)
 
@@ -359,12 +363,13 @@ def _refuse_sampling(sampling: Decoder | None) -> None:
     """Raise InputError where dialogues are to be drawn."""
     if sampling and sampling.temperature:
         raise InputError(
-            f"temperature {sampling.temperature:g}: what is drawn for both models on the same keys "
-            "is mined in our own loop; leave out --engine vllm"
+            f"temperature {sampling.temperature:g}: sampled mining needs lenience's "
+            "own loop; leave out --engine vllm"
         )
     if sampling and not sampling.drafter.proposes_as_draft:
         raise InputError(
-            f"--drafter {sampling.drafter}: is mined in our own loop; leave out --engine vllm"
+            f"--drafter {sampling.drafter}: mining with it needs lenience's own loop; "
+            "leave out --engine vllm"
         )
 
 

@@ -91,8 +91,8 @@ def _requested(
                 check_certified(server.certificate, params)
         elif dial is not None:
             raise InputError(
-                f"{served_rule.KEY} {dial!r}: this server has no rule; "
-                "docs/vllm.md says how one is given"
+                f"{served_rule.KEY} {dial!r}: this server has no rule; docs/vllm.md "
+                "shows how to set one"
             )
     except InputError as error:
         raise VLLMValidationError(str(error)) from None

@@ -80,8 +80,8 @@ class ServedRule:
                 return known
         if self.certificate:
             raise InputError(
-                f"{KEY} {dial!r}: this server's rule is certified at one setting; ask for none, or "
-                "for exact"
+                f"{KEY} {dial!r}: this server's rule is certified at one setting; send "
+                "no dial, or exact"
             )
         if _stricter(rule, self.rule):
             return _with_heads(rule, self.rule)
@@ -107,7 +107,8 @@ class ServedRule:
         """Return the server's rule at another threshold."""
         if sum(term.has_threshold for term in self.rule.terms) != 1:
             raise InputError(
-                f"{KEY} {dial!r}: is a threshold, and the server's rule {self.rule} has none, or "
+                f"{KEY} {dial!r}: is a threshold, and the server's rule {self.rule} "
+                "has none, or "
                 "several; name a whole rule"
             )
         return self.rule.with_terms(lambda term: _at(term, float(dial)))
@@ -168,7 +169,8 @@ def _certificate(rule: str) -> Certificate:
     if not certificate.holds:
         raise InputError(
             f"rule {rule}: nothing is certified there "
-            f"({certificate.withdrawn or certificate.reason}); name exact to decode strictly"
+            f"({certificate.withdrawn or certificate.reason}); name exact to decode "
+            "strictly"
         )
     return certificate
 
