@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ AT_LEAST = 0.95
 """Share of function docstrings that begin with a verb."""
 NO_BEGINNING = {"Of", "At", "Which", "Where", "What", "Whether", "By", "From"}
 """First words that no help string has."""
+NO_NOUN = NO_BEGINNING | {"How", "In", "After", "Up", "For", "With", "As", "None"}
+"""First words that no attribute doc has."""
 MOST_WORDS = {"README.md": 25}
 OTHERWISE = 35
 """Words of the longest sentence in other pages."""
@@ -32,6 +35,22 @@ def docstrings() -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
                 place = f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
                 yield place, ast.get_docstring(node) or ""
+
+
+def attribute_docs() -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each string under an assignment."""
+    for path in SOURCE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            body = getattr(node, "body", None)
+            for first, then in itertools.pairwise(
+                body if isinstance(body, list) else []
+            ):
+                if (
+                    isinstance(first, ast.Assign | ast.AnnAssign)
+                    and isinstance(then, ast.Expr)
+                    and isinstance(then.value, ast.Constant)
+                ):
+                    yield f"{path.relative_to(ROOT)}:{then.lineno}", then.value.value
 
 
 def prose(text: str) -> Iterator[str]:
@@ -54,6 +73,16 @@ def test_function_docstrings_begin_with_a_verb() -> None:
     found = [(place, text.split()[0].strip(".,:;")) for place, text in docstrings()]
     others = [f"{place}: {word}" for place, word in found if word not in VERBS]
     assert 1 - len(others) / len(found) >= AT_LEAST, "\n".join(others)
+
+
+def test_attribute_docs_are_noun_phrases() -> None:
+    """True of a switch is said by "True if"."""
+    others = [
+        f"{place}: {text}"
+        for place, text in attribute_docs()
+        if isinstance(text, str) and text.split()[0].strip(".,:;") in NO_NOUN
+    ]
+    assert others == []
 
 
 @pytest.mark.parametrize("command", EXAMPLES)

@@ -30,7 +30,7 @@ _LATER = {
     "Pair": "lenience.decoding.pair",
     "Step": "lenience.core.types",
 }
-"""What is imported when it is first asked for."""
+"""Names that are imported on first access."""
 
 
 def __getattr__(name: str) -> Any:

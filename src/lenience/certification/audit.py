@@ -34,7 +34,7 @@ from lenience.tasks import Published, Sample, Task, ungradable
 from lenience.tasks.rows import USUAL_FIELDS, Fields, read_rows
 
 _random = random.SystemRandom()
-"""Of live prompts: what is drawn anew in each process misses none that come often."""
+"""Random choice of live prompts. A new draw in each process catches every frequent prompt."""
 AUDITABLE = ("paired", "disagreement")
 """The losses that live prompts tell."""
 
@@ -43,11 +43,11 @@ class AuditConfig(Record):
     """How an audit is made."""
 
     share: float = 0.05
-    """Of the prompts, which are audited."""
+    """Share of the prompts to audit."""
     confidence: float = 0.95
     """A drift is told wrongly, ever, with a chance of at most one less this."""
     seed: int = 0
-    """Of the choice of a file's rows."""
+    """Random seed for choosing a file's rows."""
 
     def check(self) -> None:
         """Raise InputError for a value that is none."""
@@ -64,15 +64,15 @@ class AuditLine(Record):
     """The certified rule, and the data of its certificate, that the line is about."""
     data: str
     seen: int
-    """How many prompts had been answered."""
+    """Number of prompts that had been answered."""
     prompt: Any = None
     loss: float | None = None
-    """None where nothing was audited."""
+    """Loss of the audited prompt; None if it was not audited."""
     text: str | None = None
     target: str | None = None
     reference: str | None = None
     row: int | None = None
-    """Of a file: the row's number and content, and how many prompts had been seen before the
+    """Row number and content of a file's prompt, with the number of prompts seen before the
     file."""
     content: str | None = None
     before: int | None = None
@@ -89,13 +89,13 @@ class State:
     interval: tuple[float, float]
     """A confidence sequence's for the mean loss: it holds at all times together."""
     drifted: bool
-    """Whether the loss that is counted is above what was certified: it says so wrongly, ever, with
-    a chance of at most 1 − confidence. Where references lack, that is the disagreement, which may
-    be above it though the loss that was certified is not."""
+    """True if the counted loss is above the certified limit. The probability of ever being wrong is
+    at most 1 − confidence. Without references the loss is the disagreement, which may exceed the
+    limit while the certified loss does not."""
     loss: str
     unreferenced: int
-    """Of how many audited prompts only the disagreement of the answers is known, of which a paired
-    loss is a part."""
+    """Number of audited prompts with a known disagreement only, of which a paired loss is a
+    part."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Audit:
         file."""
         self._lock = threading.Lock()
         self._unsaid = 0
-        """How many prompts were answered here since the last line."""
+        """Number of prompts answered here since the last line."""
         self.journal = Journal(run / "audit.jsonl")
         self._tail = JournalTail(self.journal.path)
         assert self.certificate.certified is not None

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PILOT = 40
-"""How many prompts a pilot has."""
+"""Number of prompts in a pilot."""
 PROMISES_NOT = (
     "prompts of another kind than those it was calibrated on: it holds on average over "
     "prompts "
@@ -79,7 +79,7 @@ class Plan(Record):
     max_drop: float
     confidence: float
     least: int | None
-    """For a setting that never loses anything."""
+    """Number of prompts for a setting that never loses anything."""
 
 
 def certify(

@@ -21,7 +21,7 @@ class Labels:
         self.task = task
         self.path = path
         self.rows = dict[str, dict[str, Any]]()
-        """What the file holds, by id."""
+        """Rows of the file by id."""
         self.wanted = dict[str, dict[str, Any]]()
         """The rows that are to be filled in, by id."""
         if path is None or not path.exists():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lenience.models.lm import LM
 
 TUNING = 8
-"""How many prompts an automatic window is picked on."""
+"""Number of prompts on which an automatic window is chosen."""
 
 
 class Prompts:

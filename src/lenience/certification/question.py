@@ -37,7 +37,7 @@ LOSSES: dict[str, str] = {
     "disagreement": Task.disagreement_is,
     "task": Task.loss_is,
 }
-"""What each bounds, but for tasks that say it of themselves."""
+"""Description of each loss, unless the task has its own."""
 BINARY = ("paired", "disagreement")
 """The losses that are 0 or 1 for each prompt."""
 EVER_NAMED = ("window", "stop", "temperature")
@@ -68,8 +68,8 @@ class CertifyConfig:
     """Over how many prompts the error is spent: a question can go on so long; None for 50 /
     max_drop, and four times as many where losses are not 0 or 1."""
     limit: int | None = None
-    """How many prompts at most now, no part of the question: asked again with more it goes on.
-    None for as many as give most settings a good chance: three fifths of the horizon."""
+    """Maximum number of prompts for now. The question with a larger number resumes. None for three
+    fifths of the horizon, which gives most settings a good chance."""
     ids: tuple[str, ...] = ()
     split: str = "train"
     allow_weak_target: bool = False
@@ -82,7 +82,7 @@ class CertifyConfig:
     """Tokens per second of settings in a race, which are told beside their losses. No part of the
     question."""
     home: Path | None = None
-    """Where the ledger is kept, by default the user's. No part of the question."""
+    """Folder of the ledger; by default the user's. Not part of the question."""
 
     def __post_init__(self) -> None:
         for name, value in (

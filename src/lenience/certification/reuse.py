@@ -11,7 +11,7 @@ from lenience.rules.judge import Judge, logit
 from lenience.runs.answers import Answer
 
 MARGIN = 1e-5
-"""Of logits, which are compared in float32."""
+"""Margin for comparing logits in float32."""
 
 
 def is_same(answer: Answer, strict: Decoder, lenient: Decoder) -> bool:

@@ -20,11 +20,11 @@ FUTILITY = 0.05
 """A setting is given up where its loss is above the limit but for a chance of this. It cannot make
 a false certificate."""
 BATCH = 32
-"""How many losses come in at once."""
+"""Number of losses per look."""
 COMMON = 0.6
-"""Of the horizon, by which most tests are to have ended."""
+"""Share of the horizon by which most tests should have ended."""
 EARLY = 0.9
-"""Of the error, which is spent by then."""
+"""Share of the error budget spent by then."""
 
 
 @dataclass(frozen=True)
@@ -257,10 +257,10 @@ def hoeffding_bentkus(losses: NDArray, mean: float) -> float:
 
 
 STAKES = np.arange(1, 33) / 32
-"""Of the most that can be staked without going into debt; evenly, as suits the bet that rare losses
+"""Stakes as shares of the largest stake without debt, evenly spaced, for the bet that rare losses
 are rarer still."""
 SMALL = np.geomspace(1 / 256, 1, 14)
-"""As suits the bet that rare losses are less rare."""
+"""Small stakes for the bet that rare losses are less rare."""
 
 
 def wealth(losses: NDArray, mean: float, stakes: NDArray = STAKES) -> NDArray:
@@ -278,7 +278,7 @@ def wealth(losses: NDArray, mean: float, stakes: NDArray = STAKES) -> NDArray:
 PAIRED_STAKES = (0.35, 0.7)
 """Shares of limit / (how many differ), the stake that would win most where nothing is lost."""
 PRIOR = 50
-"""How many answers, twice the limit of them differing, are taken as seen before the first."""
+"""Number of answers assumed before the first, of which twice the limit differ."""
 
 
 def paired_wealth(losses: NDArray, mean: float, limit: float) -> NDArray:
@@ -320,9 +320,9 @@ class Alarm:
     logs: NDArray | None = None
     """[starts, stakes]"""
     since: float = math.inf
-    """How many losses have come since one above the limit."""
+    """Number of losses since one above the limit."""
     anew: bool = False
-    """Whether it bets anew with the next loss."""
+    """True if the next loss starts a new bet."""
 
     @cached_property
     def stakes(self) -> NDArray:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BOOTSTRAPS = 10_000
 SEED = 0
 WARM_UP = 16
-"""How many tokens each decoder decodes before it is timed."""
+"""Number of tokens that each decoder generates before it is timed."""
 
 
 class Times(NamedTuple):
@@ -41,7 +41,7 @@ class Timed(Record):
     """A decoder's turns on some prompts."""
 
     setting: str
-    """As `Decoder.parse` takes it."""
+    """Decoder as text, see `Decoder.parse`."""
     tokens: list[int]
     seconds: list[float]
 
@@ -87,8 +87,8 @@ class Speeds(Record):
     alone: Timed
     """The target."""
     passed: list[Timed]
-    """What may have been the fastest of all that passed, on the prompts on which it was chosen;
-    empty where only one may have been, or it was chosen on another machine."""
+    """Settings that may be the fastest of those that passed, on the prompts of that choice. Empty
+    if only one remained, or the choice was made on another machine."""
 
 
 def warm_up(pair: Pair, settings: Iterable[Decoder], prompt: str | Messages) -> None:

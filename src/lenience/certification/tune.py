@@ -41,18 +41,19 @@ from lenience.tasks import Sample, Task
 from lenience.tasks.base import Messages
 
 FORMAT = 5
-"""Of what is kept of races; what was kept in another is raced anew."""
+"""Version of the kept races; other versions race again."""
 WINDOWS = (2, 4, 8, 16, 32)
 HEATS = ((1, 0.5), (1, 0.6), (4, 0.3))
 """On how many prompts those that are left take turns, and which share of each group then stays; the
 first is short, as some are many times as slow as others."""
 LEAST_PROMPTS = 16
-"""For the heats, the final, to choose among what passed, and to tell of what was chosen."""
+"""Least number of prompts for the heats, the final, the choice and its measurement."""
 SLOWER = 0.85
 """A setting that makes less than this share of a stricter one's tokens a second is left out; one
 that makes more may have been unlucky in the race."""
 ALIKE = 0.97
-"""What share of another's speed is as good as it: less is not worth losing anything for."""
+"""Share of another setting's speed that counts as equally fast; a smaller gain is not worth a
+loss."""
 GRID = (*(spec for drafter in DRAFTERS.values() for spec in drafter.grid), Medusa.name)
 """The drafters that need no fitting, and the heads that come with the built-in target."""
 FITTED = (Medusa, Blockwise, Eagle)
@@ -70,7 +71,8 @@ class TuneConfig:
     drafters: tuple[str, ...] = ()
     """Drafters that race; by default GRID, and those that were trained in the run folder."""
     prompts: int = 80
-    """How many to race on, to choose on among what passed, and to time that on."""
+    """Number of prompts for the races, for the choice among settings that passed, and for its
+    timing."""
 
     def __post_init__(self) -> None:
         for name in ("windows", "stops"):
@@ -96,7 +98,7 @@ class RaceResult(Record):
     """The fastest of a group in its final."""
 
     setting: str
-    """As `Decoder.parse` takes it."""
+    """Decoder as text, see `Decoder.parse`."""
     tokens_per_second: float
 
 
@@ -109,7 +111,7 @@ class Races(Record):
     strict: RaceResult
     """The fastest strict decoding that drafts."""
     lenient: list[list[RaceResult]]
-    """For each rule, its settings from strict to lenient, each at its fastest."""
+    """Settings of each rule from strict to lenient, each at its fastest."""
     refused: list[str] = Field(default_factory=list)
     """Why drafters that were fitted in the run folder did not race."""
 
@@ -121,7 +123,7 @@ class Tuned:
     races: Races
     certificate: Certificate
     speeds: Speeds | None
-    """None where nothing is certified."""
+    """Measured speeds; None if nothing is certified."""
 
 
 def tune(
@@ -223,7 +225,7 @@ class _Contest:
     refused: list[str]
     prompts: list[str | Messages]
     place: Path
-    """Where what it comes to is kept."""
+    """File that keeps the results."""
 
     @property
     def prompts_to_race(self) -> list[str | Messages]:
@@ -291,7 +293,7 @@ class _Turns:
 
     pair: Pair
     path: Path
-    """Where it is kept, but for what tells one set of decoders from another."""
+    """File name, without the part that identifies a set of decoders."""
     machine: str
     prompts: list[str | Messages]
 

@@ -34,7 +34,7 @@ SHIPPED = 100
 """Number of shipped samples that the demo's own judge is trained on, for lack of time. The judge
 that is tuned comes with the pair and has learned from a hundred times as many."""
 READ = Inputs(("target",))
-"""What the judge reads: of the target alone, which it has read anyway when it is asked."""
+"""States that the judge reads: those of the target alone, which are computed anyway."""
 THRESHOLDS = (0.993,)
 """Thresholds of the judge that are tried. Stricter ones gain less, and the paper's, at a recall of
 0.9, loses too much."""
@@ -52,11 +52,11 @@ MAX_DROP = 0.03
 CERTIFIED_ON = 480
 """Maximum number of problems to certify on."""
 TOLD_APART = ("rule", "window", "stop", "drafter")
-"""By what the settings that are compared differ."""
+"""Fields in which the compared settings differ."""
 TOLD = (
     "certified", "max_drop", "confidence", "n", "losses", "upper_bound", "procedure", "binds",
 )  # fmt: skip
-"""What is told of the certificate."""
+"""Fields of the certificate that are printed."""
 
 
 def show_race() -> tuple[Pair, list[dict[str, Any]]]:

@@ -50,7 +50,7 @@ from lenience.cli.tables import (
 from lenience.core.errors import InputError
 
 CONTINUED = 20
-"""How many times a mined answer is written."""
+"""Assumed number of continuations per mined answer."""
 
 
 def init(

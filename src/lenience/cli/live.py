@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lenience.tasks import Sample, Task
 
 SHOWN_SECONDS = 6.0
-"""How long the slowest column is on the screen; all columns are slowed by one factor."""
+"""Seconds that the slowest column is on the screen; all columns are slowed by one factor."""
 NARROWEST_COLUMN = 28
 """Characters of a column; a terminal with less room for three gets them one below another."""
 SCORED = 12

@@ -40,7 +40,7 @@ STYLES = {
     "correction": "black on bright_red",
     "bonus": "black on white",
 }
-"""Of tokens, by where they came from."""
+"""Colours of tokens by origin."""
 MARKS = {
     "draft": ("", ""),
     "draft-lenient": ("«", "»"),
@@ -56,7 +56,7 @@ PARTS = {
     "cache": "caches",
     "rest": "the rest",
 }
-"""Of a cycle, as a profile names them."""
+"""Names of the parts of a cycle in a profile."""
 
 
 def print_certificate(run: Path, certificate: Certificate) -> None:

@@ -34,15 +34,15 @@ class Row:
     prefix: list[int] = field(default_factory=list)
     """All tokens so far, the prompt's included."""
     position: int = 0
-    """How many new tokens there are so far."""
+    """Number of new tokens so far."""
     ahead: int = 0
-    """How many of the last tokens are drafted ones, which another drafter goes on from."""
+    """Number of last tokens that are drafted ones, from which another drafter continues."""
     last: Step | None = None
-    """What its last cycle kept."""
+    """Step of the last cycle."""
     lenient: int = 0
-    """How many tokens have been kept that the strict rule rejects at their own place."""
+    """Number of accepted tokens that the strict rule rejects at their position."""
     memory: dict[Any, Any] = field(default_factory=dict)
-    """What stop conditions, drafters and others keep of it from cycle to cycle, by owner."""
+    """State of stop conditions, drafters and others between cycles, by owner."""
 
     def keep(self, step: Step) -> None:
         """Take note of what a cycle kept."""
@@ -60,7 +60,7 @@ class Context:
     rows: list[Row] = field(default_factory=list)
     temperature: float = 0.0
     draft_temperature: float | None = None
-    """At which a model drafts; None for the same."""
+    """Draft temperature; None for the target's."""
     top_k: int | None = None
     top_p: float | None = None
     processors: LogitsProcessorList | None = None
@@ -69,14 +69,14 @@ class Context:
     token_mask: Callable[[str], Tensor] | None = None
     """[V] bool: in which tokens' texts a regular expression is found."""
     fresh_noise_per_window: bool = False
-    """Whether each window has draws of its own, as a lossless rule needs whose decision on a token
-    depends on those after it: a draw that helped to decide must not come again."""
+    """True if each window has its own draws. A lossless rule that decides on a token by later ones
+    needs them, as a draw that decided must not come again."""
     window: int = 8
-    """How many tokens are drafted at most in a cycle, one after the other."""
+    """Maximum number of drafted tokens in a cycle, one after another."""
     on_trees: bool = False
-    """Whether the windows are paths of trees, whose tokens were chosen for certain."""
+    """True if the windows are paths of trees whose tokens were chosen, not drawn."""
     logprobs: bool = False
-    """Whether it is told how probable the target found what is kept."""
+    """True if log-probabilities of accepted tokens are reported."""
 
     @property
     def greedy(self) -> bool:

@@ -14,7 +14,7 @@ from lenience.core.files import written
 
 PREFIX = "hf:"
 FETCHED = ("*.json", "*.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
-"""Of a repository; the last two are how drafters are published."""
+"""Files fetched from a repository; the last two are layouts of published drafters."""
 
 
 def is_on_hub(path: str | Path) -> bool:

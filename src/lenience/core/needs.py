@@ -45,10 +45,10 @@ class Needs:
     layers: Layers | None = None
     """Layers of the target whose states it reads; None for none."""
     sampling: bool = False
-    """Whether it has no greedy form."""
+    """True if the rule has no greedy form."""
     whole_window: bool = False
-    """Whether its decision on a token depends on later ones, so that each window needs draws of its
-    own: a draw that helped to decide must not come again."""
+    """True if the decision on a token depends on later tokens. Each window then needs its own
+    draws, as a draw that decided must not come again."""
 
     def __or__(self, other: Needs) -> Needs:
         """Join the needs of two terms. Raises InputError where they read states of different

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MATCHES = (16, 12, 8, 6, 4, 3)
-"""Of how many tokens ends of a text are looked up, the longest first."""
+"""Lengths of text ends that are looked up, the longest first."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Recall:
 
     of: Recollection
     start: int
-    """From where on it is new."""
+    """Position from which the text is new."""
     text: list[int]
     guesses: list[int | None] = field(default_factory=list)
     """The draft's, for each token of the text."""
     ahead: list[int | None] = field(default_factory=list)
     """Those for the tokens of the window that was drafted last, and the one after it."""
     last_read: list[int] = field(default_factory=list)
-    """What the draft has read last, so that what it reads again can be counted."""
+    """Text that the draft read last, so that repeated reading can be counted."""
     ended: bool = False
 
     def beginning_of(self, text: list[int]) -> Recall:

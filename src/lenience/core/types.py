@@ -19,7 +19,7 @@ from torch import Tensor
 Finish = Literal["eos", "stop", "length", "context"]
 Origin = Literal["draft", "draft-lenient", "draft-trusted", "correction", "bonus"]
 Draws = Literal["with-replacement", "without-replacement"]
-"""How the tokens that follow one another's are drawn for a tree."""
+"""Ways in which sibling tokens of a tree are drawn."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ class Draft:
     """[B][W]: which of the window's tokens each one follows, one before it, or -1 for the prefix;
     None for a chain, where each follows the one before it."""
     draws: Draws | None = None
-    """How a tree's tokens were drawn from `logits`, siblings in their order; None where they were
-    chosen."""
+    """Way in which a tree's tokens were drawn from `logits`, siblings in their order; None if they
+    were chosen."""
     passes: int = 0
-    """How many passes of a model proposing took."""
+    """Number of model passes for this draft."""
     tokens_read: Sequence[int] = ()
     """[B]: how many tokens these passes read for each row."""
     trusted: Tensor | None = None
     """[B]: how many of the first tokens are kept without asking the target, which does not read a
     window that is trusted whole."""
     bonus: bool = True
-    """Whether the target's own token follows a window that is kept whole."""
+    """True if the target's own token follows a window that is kept whole."""
     probs: Tensor | None = None
     """[B, W, V]: what each token was drawn from, where that is not what the request's temperature
     and truncation make of `logits`."""
@@ -113,23 +113,23 @@ class Verdict:
 
     drafted: list[int]
     path: list[int]
-    """Which of the drafted tokens are kept, each the child of the one before: 0, 1, 2, … in a
+    """Indices of the accepted drafted tokens, each the child of the one before: 0, 1, 2, … in a
     chain."""
     next_token: int | None
     """The correction or, where the window was accepted whole, the bonus token; None where nothing
     follows."""
     exact: list[bool]
-    """For each drafted token, whether the strict rule accepts it there; False where the target did
-    not read."""
+    """True for each drafted token that the strict rule accepts at its position; False if the target
+    did not read it."""
     scores: list[float | None]
     """The judge's score of each drafted token that the strict rule rejects; None for the others,
     and without a judge."""
     parents: Sequence[int] | None = None
-    """For each drafted token, which one it follows, see `Draft.parents`."""
+    """Index of the token that each drafted token follows, see `Draft.parents`."""
     logprobs: Sequence[float] | None = None
-    """Of each token that is kept and of the next one, where it is asked for."""
+    """Log-probabilities of the accepted tokens and the next one, if requested."""
     read: bool = True
-    """Whether the target read the window."""
+    """True if the target read the window."""
 
     @property
     def num_accepted(self) -> int:
@@ -176,10 +176,10 @@ class Step:
     trace: list[Trace]
     drafted: int
     accepted_exact: int
-    """How many tokens the strict rule alone would have kept of the same window."""
+    """Number of tokens of the window that the strict rule alone would accept."""
     accepted_lenient: int
-    """How many more drafted tokens were kept; below 0 for a rule that rejects what the strict one
-    accepts."""
+    """Number of further drafted tokens accepted; below 0 for a rule that rejects tokens that the
+    strict one accepts."""
     text: str
     """The text that this step adds, incomplete characters and possible stop strings held back until
     they are decided."""
@@ -187,7 +187,7 @@ class Step:
     target_passes: int = 1
     """0 where the window was trusted."""
     target_tokens: int = 0
-    """How many tokens the target read."""
+    """Number of tokens that the target read."""
     draft_passes: int = 0
     draft_tokens: int = 0
 

@@ -21,7 +21,7 @@ from lenience.heads.head import load_head
 from lenience.models.session import Session
 
 STOP_THRESHOLDS = (0.3, 0.5, 0.7)
-"""At which a stop head is tried."""
+"""Thresholds at which a stop head is tried."""
 CANDIDATES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """The windows that one is picked from."""
 PILOT_PROMPTS = 8
@@ -30,12 +30,12 @@ PILOT_TOKENS = 64
 MOST_SECONDS = 1.0
 LEAST_ROUNDS = 2
 MOST_ROUNDS = 21
-"""How long cycles are timed at most, and for how many rounds over all windows; the first one is a
+"""Limits of timing cycles: seconds, and rounds over all windows, of which the first is a
 warm-up."""
 
 
 Cycle = tuple[int, int]
-"""How many tokens a cycle drafted, and how many of them it kept."""
+"""Numbers of drafted and of accepted tokens of a cycle."""
 
 
 @dataclass(frozen=True)

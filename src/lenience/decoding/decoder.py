@@ -90,9 +90,9 @@ class Decoder(PlainOptions):
     stop: Stop = field(default_factory=Fixed)
     ends: Ends = field(default_factory=Ends)
     seeds_by_prompt: bool = False
-    """Whether each prompt has a seed of its own, as none was given."""
+    """True if each prompt has its own seed, as none was given."""
     bound_to: Binding | None = field(default=None, compare=False)
-    """What it was certified for, where it is a certificate's."""
+    """Binding of a certificate, if the decoder comes from one."""
 
     @classmethod
     def of(

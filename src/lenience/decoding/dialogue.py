@@ -30,10 +30,11 @@ class Continue:
     limit: int
     stop_strings: tuple[str, ...] = ()
     prompt_length: int = 0
-    """How many of `ids` are the prompt's; the others are new tokens, whose draws are counted."""
+    """Number of `ids` that belong to the prompt. The others are new tokens, whose draws are
+    counted."""
     searches: bool = False
-    """Whether the dialogue is likely to ask next how the target goes on after the draft's token at
-    the first place after `ids` where it is another one."""
+    """True if the next question is likely to be the continuation after the draft's token at its
+    first mismatch."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Cost:
     """Continuations that are in flight together share their passes."""
     target_tokens: int = 0
     unused_tokens: int = 0
-    """Of these, tokens of continuations that were begun and then not asked for."""
+    """Number of these tokens in continuations that were started and then not needed."""
     draft_tokens: int = 0
     seconds: float = 0.0
 

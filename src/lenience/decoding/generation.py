@@ -18,11 +18,11 @@ class Generation:
     window: int = 0
     """The draft window, as it was given or picked."""
     stop: str = "fixed"
-    """What ended drafting earlier, as it was given or picked."""
+    """Stop condition, as given or chosen."""
     tree: str = "chain"
     """The shape of what was drafted, as it was given or picked."""
     seed: int | None = None
-    """Of its sampling, as it was given or drawn; None where it is greedy."""
+    """Sampling seed, as given or drawn; None if greedy."""
     tokens: list[int] = field(default_factory=list)
     """The new tokens, EOS included if it was reached."""
     text: str = ""
@@ -32,7 +32,7 @@ class Generation:
     target_passes: int = 0
     draft_passes: int = 0
     target_tokens: int = 0
-    """How many tokens the target read, the prompt's and those that it rejected included."""
+    """Number of tokens that the target read, including the prompt and rejected tokens."""
     draft_tokens: int = 0
     drafted: int = 0
     accepted_exact: int = 0

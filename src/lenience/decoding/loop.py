@@ -48,7 +48,7 @@ class Read:
     ctx: Context
     draft: Draft
     reading: Reading | None
-    """None where it was asked about none."""
+    """Reading of the target; None if no window was verified."""
     rows: Sequence[int] | None
     """Rows of the cycle that it was asked about; None for all."""
     tokens_read: Sequence[int]

@@ -54,7 +54,7 @@ T = TypeVar("T")
 BATCH_SIZE = 16
 """Prompts that are answered together."""
 SEED_BITS = 31
-"""Of a seed that is drawn."""
+"""Bits of a drawn seed."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Reporting:
     """What is told of an answer beside its tokens."""
 
     profile: Profile | None = None
-    """What is told where the time goes."""
+    """Profile that receives wall-clock times."""
     logprobs: bool = False
-    """Whether it is told how probable the target found each token."""
+    """True if log-probabilities of the tokens are reported."""
     stream: bool = False
-    """Whether each step has its text."""
+    """True if each step has its text."""
 
     def __post_init__(self) -> None:
         if self.profile is not None and not isinstance(self.profile, Profile):
@@ -78,7 +78,7 @@ class Pair:
     their vocabularies differ."""
 
     engine_name = OWN
-    """What runs the models: our own loop, or another engine with its version."""
+    """Engine that runs the models: lenience's own loop, or another engine with its version."""
 
     def __init__(self, target: LM, draft: LM | None, name: str):
         self.target = target

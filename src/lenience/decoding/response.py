@@ -23,9 +23,9 @@ class Response:
     prompt_length: int
     stop_strings: Sequence[str] = ()
     stream: bool = False
-    """Whether steps carry their text; with stop strings they always do."""
+    """True if steps carry their text; with stop strings they always do."""
     shown: int | None = None
-    """How many new tokens are given at most, where that is less than what may be drafted."""
+    """Maximum number of new tokens in the answer, if it is below the decoding limit."""
     new: int = 0
     finish: Finish | None = None
 

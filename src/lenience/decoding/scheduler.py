@@ -71,19 +71,19 @@ class DialogueLimits:
     """How dialogues are held."""
 
     size: int
-    """How many together."""
+    """Number of concurrent dialogues."""
     capacity: int
-    """How many tokens a question has at most with its answer."""
+    """Maximum number of tokens of a question with its answer."""
     sampling: Decoder = field(default_factory=Decoder)
     """Temperature, truncation and seed of continuations, and the drafter whose guesses are asked
     for."""
     guesses: bool = True
-    """Whether guesses are asked for."""
+    """True if dialogues ask for guesses."""
     in_flight: int | None = None
     """Continuations of a dialogue that are decoded together; by default as many as pay on the
     device."""
     drafter: DrafterSpec = field(default_factory=Recalled)
-    """What drafts the continuations."""
+    """Drafter of the continuations."""
     window: int | None = None
     """Tokens drafted in a cycle; by default as many as pay on the device."""
 
@@ -99,13 +99,12 @@ class Continuation:
     response: Response
     recall: Recall
     unread: int
-    """How many tokens of it the target has not read."""
+    """Number of its tokens that the target has not read."""
     tokens_read: int = 0
-    """By the target."""
+    """Number of tokens that the target has read."""
     dropped: bool = False
     searched: int = 0
-    """Up to where it has been looked through for a place where the draft would put another
-    token."""
+    """Position up to which it has been searched for a mismatch with the draft."""
 
     def __post_init__(self) -> None:
         self.searched = len(self.question.ids)
@@ -310,7 +309,7 @@ class _Conversation(Generic[T]):
         self._continuations = list[Continuation]()
         """Each, but for the first, rests on the one before: on that its answer is the same."""
         self._waits = False
-        """Whether the first one was asked for."""
+        """True if the first continuation was requested."""
         self._earlier = Recollection()
         self._last: Continuation | None = None
         """The one that began last."""

@@ -26,21 +26,20 @@ class DrafterSetup:
     draft: LM | None
     """The draft model of the pair; it is there where a drafter says that it needs it."""
     rows: int
-    """How many sequences are decoded together."""
+    """Number of batched sequences."""
     capacity: int
-    """How many tokens a sequence may come to."""
+    """Maximum number of tokens of a sequence."""
     stop: Stop
     tree: Tree
     keep_states: bool
-    """Whether the rule reads the draft's hidden states."""
+    """True if the rule reads the draft's hidden states."""
     profile: Profile
     keeps_last: bool = False
-    """Whether the target's session keeps its last states as features, as the rule is given
-    others."""
+    """True if the target's session keeps its last states as features, as the rule reads others."""
     session: Session | None = None
     """The target's; it is there once a drafter is built."""
     alone: bool = True
-    """Whether no other drafter proposes for the same rows."""
+    """True if no other drafter proposes for the same rows."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +48,17 @@ class DrafterSpec:
 
     name: ClassVar[str]
     needs_draft: ClassVar[bool] = False
-    """Whether the pair must have a draft model."""
+    """True if the pair must have a draft model."""
     grows_trees: ClassVar[bool] = False
-    """Whether it can propose trees."""
+    """True if it can propose trees."""
     drafts_by_model: ClassVar[bool] = False
-    """Whether one model drafts, so that another drafter can draft for it."""
+    """True if one model drafts, so that another drafter can draft for it."""
     branches: ClassVar[bool] = False
-    """Whether what it proposes may be a tree though chains are asked for."""
+    """True if its proposals may be trees although chains are requested."""
     writes_target_cache: ClassVar[bool] = False
-    """Whether drafting may overwrite keys and values in the target's cache."""
+    """True if drafting may overwrite keys and values in the target's cache."""
     reads_last: ClassVar[bool] = False
-    """Whether it drafts with the target's last states."""
+    """True if it drafts with the target's last states."""
 
     @property
     def offers(self) -> Parts:

@@ -138,7 +138,7 @@ class _Growing:
     def __init__(self, row: Row, limit: int):
         self.row = Row(row.noise, list(row.prefix), row.position)
         self.limit = limit
-        """How many tokens it may come to."""
+        """Maximum number of tokens."""
         self.tokens = list[int]()
         self.logits = list[Tensor]()
         """The tokens, and [V] for each what it was picked from."""

@@ -18,7 +18,7 @@ from lenience.core.progress import Progress, silent
 from lenience.models.lm import tokenize
 
 BLOCK = 1 << 20
-"""How many characters are tokenized at once."""
+"""Number of characters per tokenizer call."""
 
 
 def documents(

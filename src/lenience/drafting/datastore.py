@@ -30,7 +30,7 @@ SUFFIXES = "suffixes.npy"
 END = -1
 """Stands between documents."""
 FEW = 16
-"""Of so many places what followed is grouped without sorting."""
+"""Number of matches up to which continuations are grouped without sorting."""
 MEND = "`lenience datastore CORPUS --out PATH` makes one"
 
 
@@ -43,7 +43,7 @@ class Store:
     path: str
     tokens: NDArray[np.int32]
     suffixes: NDArray[np.int32]
-    """Where the suffixes of `tokens` begin, in their order."""
+    """Positions at which the suffixes of `tokens` begin, in sorted order."""
     about: Mapping[str, Any]
     prompts: tuple[str, ...] | None = None
 

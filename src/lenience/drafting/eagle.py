@@ -36,8 +36,8 @@ class Eagle(DrafterSpec):
 
     path: str
     layers: str | None = None
-    """After which of the target's layers the features are, as 2-16-29; by default what the
-    checkpoint says."""
+    """Layers of the target whose states are the features, such as 2-16-29; by default those of the
+    checkpoint."""
     name = "eagle"
     offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
     grows_trees = True
@@ -210,6 +210,6 @@ class _Row:
     first: int = -1
     """The first token, which is not read."""
     read_with_features: int = 0
-    """How many tokens were read with the target's features."""
+    """Number of tokens read with the target's features."""
     made: dict[int, Tensor] = field(default_factory=dict)
     """[H] by their places: the states after the last of these, and of tokens that were drafted."""

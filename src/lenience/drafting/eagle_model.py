@@ -40,7 +40,7 @@ from lenience.drafting.published import (
 from lenience.models.lm import LM, cache_argument
 
 ABOUT = "eagle.json"
-"""What a fit says of itself, beside the files that everybody writes."""
+"""File with the record of a training, next to the files of the published layout."""
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 MEND = "`lenience fit RUN --drafter eagle` makes RUN/eagle"
 LAYER = r"(layers\.\d+|midlayer)\."
@@ -62,7 +62,7 @@ CONFIGURED = (
     "rope_scaling",
     "rope_parameters",
 )
-"""What a configuration says of the layers; the rest is in the tensors' shapes."""
+"""Fields of a configuration that describe the layers; shapes give the rest."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,15 @@ class EagleWeights:
     path: str
     config: LlamaConfig
     tensors: dict[str, Tensor] = field(repr=False)
-    """By the names of speculators' layout: layers.0.self_attn.q_proj.weight, fc.weight …"""
+    """Tensors by their names in speculators' layout: layers.0.self_attn.q_proj.weight, fc.weight,
+    …"""
     features: tuple[int, ...] | None
-    """After which layers of the target the features are; None where it does not say."""
+    """Layers of the target whose states are the features; None if the checkpoint does not name
+    them."""
     norm_before_residual: bool = False
     norm_output: bool = False
     fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """Of the target and the tokenizer, as it was fitted to them; empty where nobody says."""
+    """Fingerprints of the target and the tokenizer; empty if unknown."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     prompts: tuple[str, ...] | None = None
     """Digests of the prompts that it was fitted on; None where nobody needs to know."""

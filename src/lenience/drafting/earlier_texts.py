@@ -23,16 +23,15 @@ from lenience.models.session import Session, common
 ROUNDS = 4
 """Passes of the draft for a window at most."""
 READ_AT_ONCE = 16
-"""Of the recalled tokens the draft reads so many in a pass at most."""
+"""Maximum number of recalled tokens that the draft reads in a pass."""
 ALONE = 8
-"""Where nothing is recalled, so many tokens are drafted at most."""
+"""Maximum number of drafted tokens if nothing is recalled."""
 LEAST_MATCH = 3
 MATCH_AGAIN = 4
-"""How many tokens must have stood before: at first, and after a token that is not the recalled
-one."""
+"""Length of a match: at first, and after a token that differs from the recalled one."""
 SURE = 0.9
 UNSURE = 0.5
-"""Of the draft, in its most probable token."""
+"""Probability of the draft's most probable token below which the draft is unsure."""
 LEAST_SHARE = 0.5
 """A window ends where the chance that all of it is kept falls below this."""
 AGREED = 0.999
@@ -40,11 +39,12 @@ AGREED_UNSURELY = 0.975
 AS_BEFORE = 0.98
 DRAFTED_SURELY = 0.965
 RECALLED = 0.6
-"""How often the target says a token that both say, the draft being sure or not; that was said where
-the draft wanted what it wants now; that the draft is sure of; that stood there where the draft is
-unsure. Measured on the built-in pair; other values change no more than the speed."""
+"""Acceptance rates measured on the built-in pair: of a token on which the recalled text and the
+draft agree, with the draft sure or unsure; of a recalled token where the draft predicts the same as
+then; of a token that the draft is sure of; of a recalled token where the draft is unsure. Other
+values change only the speed."""
 DRAFTED = 0.7
-"""Of its probability, how often the target says a token that the draft is not sure of."""
+"""Acceptance rate of a token that the draft is not sure of, as a factor of its probability."""
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,12 @@ class _Window:
         self.recall.go_on(of.prefix)
         self.tokens = list[int]()
         self.guesses = list[int | None]()
-        """What is proposed, and what the draft says there."""
+        """Proposed tokens, and the draft's tokens at their positions."""
         self.recalled = list[int]()
         self.wanted = list[int | None]()
-        """What stood at the place, and what the draft wanted there."""
+        """Tokens of the earlier text, and the draft's tokens there."""
         self.sequence = list[int]()
-        """What the draft reads now."""
+        """Text that the draft reads next."""
         self.tokens_read = 0
         self._place: Place | None = None
         self._share = 1.0

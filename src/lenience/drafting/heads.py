@@ -55,13 +55,12 @@ class DraftHeads:
     3); medusa: blocks x + silu(W · x + b) and perhaps a matrix of their own (Cai 2024, section
     2.1.1)."""
     blocks: list[list[dict[str, Tensor]]]
-    """For each head its blocks, each with `weight` [H, H] and `bias` [H] or, of blockwise, `into`
-    [N, H], `into_bias` [N], `out` [H, N] and `out_bias` [H]."""
+    """Blocks of each head, with `weight` [H, H] and `bias` [H] or, for blockwise, `into` [N, H],
+    `into_bias` [N], `out` [H, N] and `out_bias` [H]."""
     matrices: list[Tensor] | None
-    """For each head [V, H]; None: the target's."""
+    """Vocabulary matrix [V, H] of each head; None for the target's."""
     fingerprints: dict[str, str]
-    """Of the target and the tokenizer, as the heads were fitted to them; empty where a file does
-    not say."""
+    """Fingerprints of the target and the tokenizer; empty if the file has none."""
     metrics: dict[str, Any]
     prompts: tuple[str, ...] | None = None
     """Digests of the prompts that they were fitted on; None where nobody needs to know."""

@@ -53,10 +53,10 @@ class Suffix(DrafterSpec):
     with the largest sum of token probabilities is taken."""
 
     depth: int = 24
-    """As how long a match counts at most."""
+    """Largest counted length of a match."""
     factor: float = 1.0
     least: float = 0.1
-    """Of the share of what followed that a proposed token's path must have."""
+    """Least share of the continuations that a proposed token's path must have."""
     finished: bool = False
     """Look also in the prompts and answers that were finished with this target before, while the
     process runs."""

@@ -22,8 +22,8 @@ from lenience.models.session import Session, tree_cache
 
 CHUNK = 8
 CHUNK_PER_TOKEN = 2
-"""How many tokens are drafted at most before EOS is looked for, and where a stop condition asks
-about each."""
+"""Numbers of tokens drafted between looks for EOS: without a stop condition, and with one that
+checks each token."""
 _END = -1
 """Stands for a token at which a stop condition ends the window."""
 

@@ -24,10 +24,10 @@ BROKEN = (
     EOFError,
     SafetensorError,
 )
-"""What reading a broken file, or one of something else, raises."""
+"""Exceptions of reading a broken file or another kind of file."""
 POINTER = b"version https://git-lfs"
 PICKLE = b"\x80"
-"""What a file of Git LFS begins with that was not fetched, and a pickle."""
+"""First bytes of a Git LFS pointer and of a pickle."""
 
 
 def tensors_in(file: Path) -> Mapping[Any, Any]:

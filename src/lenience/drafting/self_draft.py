@@ -119,7 +119,7 @@ class SharedSession(TargetSession):
         super().__init__(lm, rows, cache=cache, profile=profile)
         self.target = target
         self._seen: list[list[int] | None] = [None] * rows
-        """What the target had read when it was looked at last."""
+        """Tokens that the target had read at the last look."""
         self._begun: list[tuple[list[int], list[int]]] = [([], [])] * rows
         """The prefixes, and what is read of them."""
 

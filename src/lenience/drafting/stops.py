@@ -31,8 +31,8 @@ FIRST_ALLOWED = 5
 OF_SHARE = 0.5
 OF_LEAST = 0.9
 STEP = 0.01
-"""How a threshold is adapted to the share that is accepted (Zhang 2023, section 3.3): how much of
-the share before is kept, how much of the threshold, and by how much it is moved."""
+"""Constants of the adapted threshold (Zhang 2023, section 3.3): weight of the earlier share, weight
+of the earlier threshold, and step."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Stop:
 
     name: ClassVar[str]
     skips_verification: ClassVar[bool] = False
-    """Whether the tokens before the one at which it stops are kept without asking the target."""
+    """True if the tokens before the one at which it stops are kept without asking the target."""
 
     proposes_doubted: ClassVar[bool] = True
-    """Whether the token at which it stops is read."""
+    """True if the token at which it stops is read."""
 
     @property
     def per_token(self) -> bool:
@@ -189,9 +189,9 @@ class _Adapted(NamedTuple):
     """What `Entropy` keeps of a row."""
 
     share: float
-    """Of drafted tokens that were kept, of late."""
+    """Recent share of drafted tokens that were accepted."""
     least: float
-    """What the threshold has come to."""
+    """Current threshold."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class Gate(Scored):
     needs no pass. `lenience fit RUN --gate` trains the gate."""
 
     bonus: bool = False
-    """Whether the target's own token follows a doubted one that is kept, which SPRINTER draws the
+    """True if the target's own token follows a doubted one that is kept, which SPRINTER draws the
     draft's for."""
     name = "gate"
     role = "gate"

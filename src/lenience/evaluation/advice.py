@@ -7,7 +7,7 @@ from lenience.evaluation.table import Frontier
 from lenience.rules.baselines import BASELINES
 
 MOST_LOST = 0.01
-"""Of the prompts, by a setting that is recommended."""
+"""Largest loss of a recommended setting, as a share of the prompts."""
 
 
 def recommended(frontier: Frontier) -> str:

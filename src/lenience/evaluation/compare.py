@@ -45,9 +45,9 @@ from lenience.tasks import Sample, Task, take
 
 DEFAULT_WINDOWS = (2, 4, 8, 16, 32)
 GROWING = ("rules", "settings", "heads")
-"""What of compare.json grows as decoders are compared with those that a folder has."""
+"""Fields of compare.json that grow as decoders join a comparison."""
 EXAMPLES = 3
-"""How many prompts' answers are kept for the report, token by token."""
+"""Number of prompts whose answers are kept for the report, token by token."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,21 @@ class CompareConfig:
     settings: tuple[str, ...] = ()
     """Whole decoders, such as "judge:run/judge@0.99; window=16; stop=confidence:0.4"."""
     windows: tuple[int, ...] = DEFAULT_WINDOWS
-    """What the windows of decoders that name none are chosen from."""
+    """Windows to choose from, for decoders that name none."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options of decoding that all share, where a setting does not say otherwise."""
     limit: int | None = None
-    """How many test samples; None for all."""
+    """Number of test samples; None for all."""
     tuning: int = 20
-    """How many other samples the windows are chosen on: the last ones of the training split."""
+    """Number of other samples on which the windows are chosen: the last of the training split."""
     timed: int = 50
-    """How many of the test samples are decoded one by one as well, for the seconds."""
+    """Number of test samples that are also decoded one by one, for the timings."""
     repeats: int = 3
-    """How often each of those is decoded; medians are taken."""
+    """Number of timed repeats; medians are reported."""
     batch_size: int = 32
-    """How many samples are decoded together where quality is measured."""
+    """Number of samples per batch while quality is measured."""
     home: Path | None = None
-    """In place of the user's data folder, where it is noted which prompts have been used."""
+    """Folder for the record of used prompts; by default the user's data folder."""
 
     def __post_init__(self) -> None:
         for name in ("rule", "window"):
@@ -220,7 +220,7 @@ class Comparison:
             pair.check(compared.decoder)
         lacking = [sample.id for sample in self.samples if sample.reference is None]
         self.agreement = task.scores_by_reference and len(lacking) == len(self.samples)
-        """Whether answers are compared with the target's own, as there are no references."""
+        """True if answers are compared with the target's own, as there are no references."""
         if task.scores_by_reference and lacking and not self.agreement:
             raise InputError(
                 f"task {task.name!r}: sample {lacking[0]} has no reference, and "

@@ -26,7 +26,7 @@ KEY = "grade-key.json"
 GRADED = "graded.json"
 GRADING_FILES = (PAGE, KEY, GRADED)
 GRADES = {"left": 1.0, "tie": 0.5, "right": 0.0}
-"""What a person says of a pair, as points of the left answer."""
+"""Points of the left answer for each grade."""
 
 
 class AnswerPair(Record):

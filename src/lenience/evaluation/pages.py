@@ -30,7 +30,7 @@ FIGURES = (
     "accuracy", "paired_loss", "tokens_per_pass", "tokens_per_second", "seconds_per_correct",
     "share_of_cap",
 )  # fmt: skip
-"""What the page shows of a row that is pointed at."""
+"""Figures of a row shown on hover."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ShownAnswer:
     sample: Example
     result: Answer
     lenient: int
-    """How many of its tokens were kept by lenience."""
+    """Number of its tokens accepted leniently."""
 
     @property
     def prompt(self) -> str:

@@ -27,7 +27,7 @@ OTHER_COLORS = (
     "#db2777", "#0891b2", "#65a30d", "#b45309",
     "#4f46e5", "#be123c", "#0d9488", "#a16207", "#0369a1",
 )  # fmt: skip
-"""Of the rules that COLORS does not name, in turn."""
+"""Colours of rules missing in COLORS, in turn."""
 MARKS = {
     "target": "s", "draft": "D", "exact": "o", "topk": "^", "judge": "o", "mlp": "o", "random": "x",
 }  # fmt: skip
@@ -41,11 +41,11 @@ LABEL_HEIGHT = 9
 CHARACTER_WIDTH = 4
 """About what a label covers, in points."""
 LABEL_STEPS = 14
-"""How many heights of a label it may be moved from its mark."""
+"""Number of label heights that a label may be moved from its mark."""
 NEAR = 3
-"""How many points from a label another mark must be."""
+"""Distance in points that another mark must have from a label."""
 _Place = tuple[float, float, float]
-"""Where a label begins, in points, and how wide it is."""
+"""Start and width of a label, in points."""
 Numbered = list[tuple[int, NamedRow]]
 """Rows with their numbers in the table."""
 
@@ -57,7 +57,7 @@ class _Label:
     text: str
     color: str
     first: bool
-    """Whether it is drawn first, as there may be no room for all."""
+    """True if it is drawn first, as there may be no room for all."""
 
 
 def no_figures() -> str:

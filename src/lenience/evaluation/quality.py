@@ -25,13 +25,13 @@ class Quality:
 
     values: NDArray
     lost: NDArray
-    """By how much an answer is worse than the target's own, as a share of that: 1 where the target
-    is right and it is wrong, or where a grader prefers the target's."""
+    """Shortfall of an answer against the target's own, as a share of that: 1 if the target is right
+    and the answer wrong, or if a grader prefers the target's."""
     gained: NDArray
     verdicts: dict[str, int]
-    """How often the task said what, such as why programs failed."""
+    """Counts of the task's verdicts, such as reasons why programs failed."""
     counts: bool
-    """Whether every answer is right or wrong."""
+    """True if every answer is right or wrong."""
 
 
 def qualities(

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SHARES = tuple(i / 20 for i in range(21))
-"""Of the prompts that random allocation gives to the draft."""
+"""Shares of the prompts that random allocation gives to the draft."""
 BOOTSTRAPS = 1000
-"""How many times prompts are drawn anew for an interval."""
+"""Number of times prompts that are drawn anew for an interval."""
 Interval = tuple[float, float]
 
 
@@ -60,7 +60,7 @@ class FrontierRow(Record):
     rule: str
     window: int
     options: dict[str, Any] = Field(default_factory=dict)
-    """What else differs from what the settings of the comparison share."""
+    """Options that differ from those shared by the comparison."""
     why: str
     n: int
     timed_n: int
@@ -74,21 +74,21 @@ class FrontierRow(Record):
     paired_gain: float
     paired_gain_interval: Interval
     tokens_per_pass: float | None
-    """None where the target read nothing."""
+    """Tokens per pass; None if the target read nothing."""
     tokens_per_pass_interval: Interval | None
     accepted_per_pass: float | None = None
     """Drafted tokens that are kept, without corrections and bonus tokens: AutoJudge's accepted
     tokens per cycle, FSD's average accepted length."""
     accepted_per_pass_interval: Interval | None = None
     draft_share: float | None = None
-    """Of the answers' tokens, how many were drafted (FSD)."""
+    """Share of the answers' tokens that were drafted (FSD)."""
     draft_share_interval: Interval | None = None
     flops_per_token: float | None = None
     """Floating-point operations for a token of an answer, attention and all that is rejected
     included; None where they are not known."""
     flops_per_token_interval: Interval | None = None
     flops_per_token_as_sprinter: float | None = None
-    """By SPRINTER's count: embeddings as products, and nothing for what the target reads after a
+    """FLOPs per token by SPRINTER's count: embeddings as products, and no target pass after a
     gate."""
     flops_per_token_as_sprinter_interval: Interval | None = None
     accepted_exact_per_pass: float | None
@@ -98,7 +98,7 @@ class FrontierRow(Record):
     seconds_per_correct: float | None
     seconds_per_correct_interval: Interval | None
     verdicts: dict[str, int] | None = None
-    """How often the task said what of its answers, such as why programs failed."""
+    """Counts of the task's verdicts on its answers, such as reasons why programs failed."""
     human: HumanGrades | None = None
     share_of_cap: float | None
     """The tokens per second as a share of the draft's alone, which nothing exceeds; None without
@@ -138,13 +138,13 @@ class Frontier(Record, extra="allow"):
     task: str
     task_version: int | str | None
     measure: str = "accuracy"
-    """What `accuracy` and the losses are of: "accuracy", "pass@1", "ROUGE-L", "win rate" or
+    """Meaning of `accuracy` and the losses: "accuracy", "pass@1", "ROUGE-L", "win rate" or
     "agreement"."""
     grading: dict[str, int] | None = None
-    """How a grader judged, see `lenience.tasks.grader.GradingCounts`."""
+    """Counts of a grader's judgements, see `lenience.tasks.grader.GradingCounts`."""
     learned_from: int = 0
-    """How many of the prompts a head that is compared has learned from: on those it is better than
-    it will be on others."""
+    """Number of prompts that a compared head was trained on; it does better on these than on
+    others."""
     split: str
     machine: str
     rows: list[FrontierRow]

@@ -31,22 +31,21 @@ MINE_MORE = "mine more samples (lenience mine --limit)"
 L2_GRID = tuple(10.0**k for k in range(-4, 3))
 """Values of C, the inverse strength of the L2 penalty, weakest last."""
 LEAST_SAMPLES = 10
-"""In so many samples there must be something important, so that folds by sample hold some each."""
+"""Least number of samples with an important mismatch, so that each fold has some."""
 UNITS = 128
 BATCH = 512
 EPOCHS = 15
 LEAST_STEPS = 400
-"""Of the MLP: on the built-in pair 128 to 384 units, batches of 256 to 1,024 and weight decay of
-0.05 to 0.3 came out alike."""
+"""Least number of the MLP's training steps. On the built-in pair, 128 to 384 units, batches of 256
+to 1,024 and weight decays of 0.05 to 0.3 gave the same results."""
 DROPPED = 26
-"""Of 256 of the MLP's inputs, in a step."""
+"""Number of the MLP's inputs dropped in a step, of 256."""
 RATES = (1e-4, 1e-3, 1e-2)
 DECAYS = (0.01, 0.1)
 """Learning rates and weight decays that "adamw" is tuned over, as Judge Decoding's is."""
 PATIENCE = 5
 MOST_EPOCHS = 200
-"""Of the heads that are fitted by gradient steps: for how many epochs the loss may not fall, and
-how many there are at most."""
+"""Limits of heads trained by gradient steps: epochs without a falling loss, and epochs in all."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,14 @@ class FitConfig:
     """A stop and a gate learn which tokens the target rejects, or which are not acceptable, as a
     judge learns which mismatches are important."""
     recall: float | None = 0.9
-    """Of important mismatches, at which a judge's own threshold stands; None for a threshold of
-    0.5 (Judge Decoding)."""
+    """Recall of important mismatches at a judge's own threshold; None for a threshold of 0.5 (Judge
+    Decoding)."""
     weight: float | None = None
-    """How much an important, rejected or unacceptable token counts against another one; None for 1
-    and, in "adamw", for so much that both kinds count alike."""
+    """Weight of an important, rejected or unacceptable token against another one; None for 1 and,
+    with "adamw", for equal weight of both classes."""
     seed: int = 0
     mend: str = MINE_MORE
-    """What to do where there is too little to learn from."""
+    """Fix to name if the data are too few."""
 
     def weight_for(self, labels: NDArray) -> float | None:
         """Return what `weight` comes to on labels [m]."""
@@ -191,11 +190,11 @@ class Hyperparameters:
     """What is tuned on the samples that are set aside."""
 
     c: float = 0.0
-    """Of "logistic": the inverse strength of its penalty."""
+    """Inverse strength of the penalty of "logistic"."""
     rate: float = 1e-3
-    """Of "adam" and "adamw": the learning rate."""
+    """Learning rate of "adam" and "adamw"."""
     decay: float = 0.0
-    """Of "adamw": the weight decay."""
+    """Weight decay of "adamw"."""
 
 
 def settings_of(kind: HeadKind) -> list[Hyperparameters]:
@@ -217,8 +216,8 @@ class Tried:
 
     auc: float
     merit: float
-    """What settings are chosen by: the AUC of "logistic" (AutoJudge), less the loss of the others,
-    which are also stopped by it."""
+    """Measure that settings are chosen by: the AUC of "logistic" (AutoJudge), and the negative loss
+    of the others, which it also stops."""
 
 
 def _best(tried: Mapping[Hyperparameters, Tried]) -> Hyperparameters:

@@ -26,7 +26,7 @@ Role = Literal["judge", "stop", "gate"]
 MODELS = ("target", "draft")
 TOKENS = ("draft", "previous", "target")
 FURTHEST = 64
-"""How many tokens a head may look ahead."""
+"""Number of tokens that a head may look ahead."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Inputs:
     models: tuple[str, ...] = MODELS
     tokens: tuple[str, ...] = ("draft", "previous")
     layers: tuple[int | None, ...] = (None,)
-    """Of the target, after which of its layers, side by side: 1 the first, -1 the last, before the
-    final norm; None after that norm."""
+    """Layers of the target whose states are read, concatenated: 1 the first, -1 the last, before
+    the final norm; None after that norm."""
     ahead: int | None = None
     """Beside the states, what the logits of these models say of the drafted token and of up to so
     many of the tokens drafted after it (`lenience.heads.lookahead`); None reads states alone."""
@@ -110,15 +110,15 @@ class Head:
     inputs: Inputs
     threshold: float
     fingerprints: dict[str, str]
-    """Of the target, the draft and their tokenizer, as the head was fitted to them."""
+    """Fingerprints of the target, the draft and their tokenizer."""
     metrics: dict[str, Any] = field(default_factory=dict)
     prompts: tuple[str, ...] = ()
     """Digests of the prompts that it was fitted on, wherever it is copied; none of an earlier
     version's."""
     folder: str = ""
     role: Role = "judge"
-    """What it is for: "judge", or "stop" or "gate" for a head that says when to stop drafting; its
-    files are named by it."""
+    """Role: "judge", or "stop" or "gate" for a head that ends drafting. Its files are named by
+    it."""
     temperature: float = 0.0
     """Temperature of the answers that it learned from; 0 for greedy ones."""
     drafter: dict[str, Any] | None = None
@@ -341,7 +341,7 @@ class HeadReference:
 
     path: str
     threshold: float | None = None
-    """None: the one that the head was saved with."""
+    """Threshold; None for the one saved with the head."""
     unchecked: bool = False
     """Run the head on models other than those it was fitted to."""
     name: ClassVar[str]
@@ -349,7 +349,7 @@ class HeadReference:
     built_in: ClassVar[str | None] = None
     """The head that comes with the built-in pair, which is asked where no path is given."""
     highest: ClassVar[float] = 1
-    """Of the threshold."""
+    """Largest threshold."""
 
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 <= self.threshold <= self.highest:

@@ -13,13 +13,13 @@ from torch import Tensor
 FLOOR = -30.0
 """No log-probability is taken to be lower."""
 SURE = math.log(0.9)
-"""From this log-probability of its best token on the target is sure."""
+"""Log-probability of its best token from which the target is sure."""
 OWN = 0
 BEST = 1
 AGREES = 5
 HAS_LETTER = -3
-"""Which of a token's numbers are: the target's log-probability of it and that of its best one,
-whether they are the same token, and whether a letter is in it."""
+"""Indices of a token's features: the target's log-probability of the token and of its best token,
+whether they are the same token, and whether it has a letter."""
 
 
 def kinds_of(token_mask: Callable[[str], Tensor]) -> Tensor:

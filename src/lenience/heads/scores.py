@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 THRESHOLD_RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
 """The recalls of important mismatches at which a fitted head lists its thresholds."""
 TELLING = 100
-"""With so many important mismatches a recall of 0.99 is told from 1: one of them is missed."""
+"""Number of important mismatches with which a recall of 0.99 differs from 1: one of them is
+missed."""
 BOOTSTRAPS = 200
-"""How often samples are drawn anew for an interval."""
+"""Number of bootstrap draws of samples for an interval."""
 
 
 def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:

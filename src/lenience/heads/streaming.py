@@ -21,7 +21,7 @@ MOST_STEPS = 200
 CLOSE_ENOUGH = 1e-5
 """A fit ends where no part of the gradient of the mean loss is above this, or after so many."""
 SHORTEST = 2.0**-20
-"""Of a step that is tried."""
+"""Shortest step to try."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StreamedRows:
 
     paths: tuple[Path, ...]
     sizes: tuple[int, ...]
-    """How many rows each file holds."""
+    """Number of rows that each file holds."""
     width: int
     kept: NDArray
     """[all rows] bool"""
@@ -104,7 +104,7 @@ class LogisticProblem:
 
 
 WeightedLabels = tuple["NDArray", "NDArray"]
-"""Of rows the labels [m] from 0 to 1, and how much each counts [m]."""
+"""Labels [m] of rows, from 0 to 1, and their weights [m]."""
 
 
 @dataclass(frozen=True)

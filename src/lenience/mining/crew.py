@@ -20,8 +20,8 @@ from lenience.mining.work import Part, WorkerPlan
 MOST_AT_ONCE = 4
 """A worker is handed so many times the samples that it searches together, fewer at the end."""
 LOST_IN_A_ROW = 3
-"""So many workers may be lost in one place, one after the other, without a sample being finished:
-then the others go on without it."""
+"""Number of workers that one place may lose in succession without finishing a sample; the others
+then continue without it."""
 ENDING = 5.0
 """Seconds that threads have to end."""
 

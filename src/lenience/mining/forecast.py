@@ -28,7 +28,8 @@ class Forecast:
     important_interval: tuple[float, float]
     samples: int
     samples_interval: tuple[int, int | None]
-    """None where the pilot does not exclude that there are none."""
+    """Interval of the number of samples; its upper end is None if the pilot does not exclude that
+    there are no important mismatches."""
     target_passes: int
     target_tokens: int
     draft_tokens: int

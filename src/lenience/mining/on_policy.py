@@ -47,9 +47,9 @@ class _Answered:
     answer: str | None
     """The target's own."""
     same: bool | None
-    """Whether the lenient answer is the same."""
+    """True if the lenient answer is the same."""
     continued: list[Generation] = field(default_factory=list)
-    """Of an answer that is lost: how the target goes on after each of these tokens."""
+    """Target's continuations after each of these tokens, for an answer that is lost."""
 
     @property
     def lost(self) -> bool:

@@ -19,7 +19,7 @@ from lenience.runs.record import MinedSample, Mismatch, Resample, mined_samples
 from lenience.tasks import Sample, Task
 
 TEMPERATURE = 0.6
-"""At which the continuations are drawn."""
+"""Sampling temperature of the continuations."""
 Swap = tuple[MinedSample, Mismatch]
 
 
@@ -28,7 +28,7 @@ class Resampling:
     """How swaps are continued by chance."""
 
     times: int
-    """How often each."""
+    """Number of continuations of each swap."""
     max_new_tokens: int
     batch_size: int
 

@@ -55,23 +55,23 @@ class MineConfig:
     """What is mined."""
 
     limit: int | None = None
-    """How many training samples; None for all."""
+    """Number of training samples; None for all."""
     max_new_tokens: int | None = None
     """The length limit of a response; None for the task's own."""
     batch_size: int = 16
-    """How many samples are searched together."""
+    """Number of samples searched together."""
     first: bool = False
     """Take the first samples of the split, instead of random ones: what is left for certificates
     is another kind of prompts where the data are sorted."""
     seed: int = 0
-    """Of the choice of samples."""
+    """Random seed for choosing samples."""
     resamples: int = 0
-    """How often each swap that changed the answer is continued once more, by chance."""
+    """Number of further random continuations of each swap that changed the answer."""
     policy: Decoder | None = None
     """Whose answers are mined, and not the target's: the tokens that it kept by lenience."""
     temperature: float = 0.0
-    """At which the target answers. Above 0 target and draft are drawn on the same keys, so that a
-    swap is compared with what the target says under the same noise (AutoJudge, appendix A)."""
+    """Sampling temperature of the target's answers. Above 0, target and draft are drawn with the
+    same keys, so a swap is compared under the same noise (AutoJudge, appendix A)."""
     top_k: int | None = None
     """The truncation of these draws; None for the model's own."""
     top_p: float | None = None
@@ -149,11 +149,11 @@ class MinedCounts:
     mismatches: int
     important: int
     abstained: int
-    """Of how many mismatches nothing can be said, as the target's own response holds no answer."""
+    """Number of mismatches without a label, as the target's own response has no answer."""
     unanswered: int = 0
-    """In how many samples none was found in the target's own response."""
+    """Number of samples whose own response has no answer."""
     cut_off: int = 0
-    """How many of these responses ended at the length limit."""
+    """Number of these responses that end at the length limit."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class SearchResult:
     final_response: list[int]
     """The response after all harmless swaps."""
     mismatches: list[Mismatch]
-    """In order."""
+    """Mismatches in order."""
     answer: str | None
     """The target's own answer, which every other one is compared with."""
 

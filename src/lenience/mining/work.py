@@ -19,7 +19,7 @@ class WorkerPlan:
     task: dict[str, Any] = field(default_factory=lambda: {"spec": "wordmath"})
     """The arguments of `load_task`."""
     threads: int | None = None
-    """Of a worker on a CPU; None for all that it finds."""
+    """Number of threads of a worker on a CPU; None for all cores."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -31,9 +31,9 @@ class Part:
 
     ids: list[str]
     decoder: dict[str, Any]
-    """How the target answers."""
+    """Options of the target's answers."""
     batch_size: int
-    """How many searches are held together."""
+    """Number of concurrent searches."""
     answers_only: bool = False
     """Write the target's answers without a search."""
 

@@ -25,11 +25,11 @@ from lenience.models.onnx_graph import Graph, GraphFinder, load
 from lenience.models.session import reads_together_as_alone, reads_trees_as_paths
 
 FORMAT = 3
-"""Of the graphs: raised when the same model would be exported to another one, so that graphs kept
-before are not used."""
+"""Version of the graphs: raise it when the same model would be exported differently, so that older
+graphs are not used."""
 NEEDS_ONNX = "exported passes need ONNX Runtime: pip install 'lenience[onnx]'"
 EXPORTERS = ("onnx", "onnx_ir", "onnxruntime", "onnxscript")
-"""What the extra `onnx` brings."""
+"""Packages of the extra `onnx`."""
 NOT_OF_THE_GRAPH = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
 """Entries of a configuration that change no pass; weights are float32 when a graph is made."""
 TRIED = 5
@@ -40,7 +40,7 @@ LARGEST = 1 << 28
 
 EXPORT_SECONDS = 8.0
 EXPORT_SECONDS_A_MILLION = 0.5
-"""What exporting a model takes, and for each million of its parameters, on two cores."""
+"""Seconds to export a model, and per million parameters, on two cores."""
 SAVED = 0.6
 TOKENS_A_CYCLE = 3.0
 DRAFTED = 8

@@ -45,7 +45,7 @@ class CudaGraphs:
     def __init__(self, states: States = LAST) -> None:
         self.states = states
         self._spare: list[CudaGraphCache] = []
-        """At most one cache that no session uses any more, with its recordings, for the next
+        """Cache that no session uses any more, with its recordings, for the next session; at most
         one."""
         self._lock = threading.Lock()
 

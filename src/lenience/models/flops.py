@@ -15,11 +15,11 @@ class ReadingCost:
     """Of one model."""
 
     per_token: float
-    """In the matrices, the output matrix included; of all experts where a model has several."""
+    """FLOPs in the matrices, the output matrix included; of all experts if a model has several."""
     per_key: float
-    """In attention, for each token that a token sees."""
+    """FLOPs in attention, for each token that a token sees."""
     lookup: float
-    """What the embedding would cost as a product, which SPRINTER (Zhong 2025) counts."""
+    """FLOPs of the embedding as a product, which SPRINTER (Zhong 2025) counts."""
 
     @classmethod
     def of(cls, lm: LM) -> ReadingCost | None:

@@ -39,12 +39,12 @@ class Forward:
     cached_lengths: list[int]
     """[m]: how many tokens of each row are in the cache."""
     kv_length: int
-    """How many tokens the longest row has, the new ones included."""
+    """Number of tokens of the longest row, new ones included."""
     num_states: int
-    """After how many of the last tokens logits and hidden states are wanted."""
+    """Number of last tokens after which logits and hidden states are returned."""
     lookahead: int = 0
-    """How many tokens more are read, each the most probable one after the one before; only by a
-    cache that `can_loop`, and only where `num_states` is 1."""
+    """Number of further tokens to read, each the most probable after the one before. Only for a
+    cache that `can_loop`, with `num_states` 1."""
     device_tokens: Tensor | None = None
     """[m, a]: the last tokens of each row where only the model's device has them; `input_ids` has
     LATER for them."""
@@ -396,17 +396,17 @@ class _Slots:
 
     num_rows: int
     capacity: int
-    """How many tokens a row can hold; the column after them takes the states of padding."""
+    """Number of tokens that a row can hold; the column after them takes the states of padding."""
     rows: Sequence[int] = ()
     """The rows that take part in the pass."""
     index: Tensor = field(default_factory=lambda: torch.empty(0))
     """[m]: the same as a tensor."""
     leading: bool = True
-    """Whether they are the first m rows, so that no copy is needed to read them."""
+    """True if they are the first m rows, so that no copy is needed to read them."""
     start: int = 0
-    """How many tokens the row holds before the pass, where it is one row."""
+    """Number of tokens that the row holds before the pass, where it is one row."""
     kv_length: int = 0
-    """How many columns the pass can see."""
+    """Number of columns that the pass can see."""
     columns: Tensor | None = None
     """[m, T]: the column of each new state; None where one row takes part."""
 

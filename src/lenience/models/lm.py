@@ -64,10 +64,10 @@ class States:
     None stands for the final norm."""
 
     layers: tuple[int | None, ...] = (None,)
-    """After what those are that come with the logits, side by side."""
+    """Layers whose states come with the logits, concatenated."""
     features: tuple[int | None, ...] = ()
-    """After what those are that are kept of all tokens, side by side, as drafters on the target's
-    features need them."""
+    """Layers whose states are kept for all tokens, concatenated, for drafters on the target's
+    features."""
 
 
 LAST = States()
@@ -127,10 +127,10 @@ class Backend(Protocol):
     gives the states that the LM head reads, or others."""
 
     shares_layers: bool
-    """Whether a model of some of the layers can read in the same memory, if it is read through such
+    """True if a model of some of the layers can read in the same memory, if it is read through such
     a backend too."""
     makes_others: bool
-    """Whether it makes what gives other states, where there is nothing yet."""
+    """True if it exports graphs that return other states, where there are none yet."""
 
     def cache(self, lm: LM, rows: int, capacity: int) -> Any:
         """Make a cache, or take over one that no session uses any more: a
@@ -174,7 +174,7 @@ class LM:
         self.lock = threading.RLock()
         """Held while something is found out about the model or it is exported."""
         self.chat = Chat()
-        """How it is given text and messages."""
+        """Chat template settings for text and messages."""
         self.backend: Backend | None = None
         """The way it is read in place of its own forward, see lenience.models.compile."""
         self._known: dict[Hashable, Any] = {}

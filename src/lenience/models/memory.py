@@ -12,7 +12,7 @@ from lenience.models.lm import LAST, LM, States
 from lenience.models.session import Session
 
 MASK_BYTES = 6
-"""What an entry of a tree's mask takes while it is made, of whatever kind the attention wants."""
+"""Bytes of an entry of a tree's mask while it is built, for any kind of attention."""
 
 
 def token_bytes(lm: LM, states: States = LAST) -> dict[torch.device, int]:

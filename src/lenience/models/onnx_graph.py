@@ -19,16 +19,16 @@ from lenience.models.lm import LAST, LM, States
 from lenience.models.threads import cores
 
 FIRST_CAPACITY = 160
-"""How many tokens a row of a new cache can hold before it grows."""
+"""Number of tokens that a row of a new cache holds before it grows."""
 KEPT_CALLS = 16
 LARGEST_KEPT_CALL = 1 << 20
-"""How many shapes of calls a cache keeps bound, and of how many numbers."""
+"""Limits of the call shapes that a cache keeps bound: their number, and the numbers in each."""
 SPARE_MEMORIES = 4
 LARGEST_SPARE = 1 << 23
-"""How many memories a graph keeps for later caches, whose pages need not be handed out anew, and of
-how many numbers each at most."""
+"""Limits of the memories that a graph keeps for later caches, whose pages need not be allocated
+again: their number, and the numbers in each."""
 LARGEST_SCORES = 1 << 24
-"""How many attention scores a layer may take at once; longer reads are made in parts."""
+"""Number of attention scores that a layer may take at once; longer reads are made in parts."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Graph:
         self._others = others
         self.makes_others = bool(others and others.makes)
         self.trees: Graph | None = None
-        """What reads trees, once that was asked for."""
+        """Backend that reads trees, once requested."""
         self._spare: dict[tuple[int, int], _Memory] = {}
 
     def giving(self, lm: LM, states: States) -> Graph | None:
@@ -173,7 +173,7 @@ class _Memory:
     features: Tensor
     """[rows, C, F]"""
     calls: dict[Graph, dict[_Shape, _Call]] = field(default_factory=dict)
-    """By the graph that is called: the memory's own, and those of models that share its layers."""
+    """Bound calls by graph: the memory's own, and those of models that share its layers."""
 
     @classmethod
     def of(cls, graph: Graph, rows: int, capacity: int) -> _Memory:

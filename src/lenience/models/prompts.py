@@ -21,11 +21,11 @@ class Chat:
     """How text and messages become a prompt."""
 
     use: bool | None = None
-    """Whether through the tokenizer's chat template; None where it has one."""
+    """True to apply the tokenizer's chat template; None if it has one."""
     system: str | None = None
-    """What the system says first, where messages do not begin with that."""
+    """System message, if messages do not begin with one."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What else the template reads, such as enable_thinking."""
+    """Further arguments of the template, such as enable_thinking."""
 
     @property
     def spec(self) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from lenience.models.kv_cache import LATER, Forward, PlainCache, RowCache
 from lenience.models.lm import LAST, LM, States, check_finite
 
 LARGEST_MASK = 1 << 26
-"""How many entries the attention mask of rows that are read together may have."""
+"""Maximum number of entries of the attention mask of batched rows."""
 LARGEST_BEFORE_TREES = 1 << 22
 """And that of one row which ends with a tree: of more the tokens before the tree are read by
 themselves, which counts as part of the same pass, as reading a long prompt in parts does."""
@@ -34,7 +34,7 @@ class _Pending:
 
     rows: list[list[int]]
     starts: list[int]
-    """From where on each row has them."""
+    """Position from which each row has them."""
     fetch: Callable[[], list[list[int]]]
     """Gives them, waiting for the device."""
 
@@ -44,7 +44,7 @@ class _Tree:
     """What the last tokens of a row are a tree of."""
 
     start: int
-    """How many tokens stand before it."""
+    """Number of tokens before the tree."""
     parents: Parents
 
 
@@ -55,7 +55,7 @@ class Batch:
     rows: Sequence[int]
     sequences: Sequence[list[int]]
     cached: Sequence[int]
-    """How many tokens of each sequence the cache holds."""
+    """Number of tokens of each sequence in the cache."""
     num_states: int
     lookahead: int
     device_tokens: Tensor | None
@@ -109,7 +109,7 @@ class Session:
         self.lm = lm
         self.profile = profile or Profile()
         self.torch_threads: int | None = None
-        """How many threads torch has for what is done with its readings; None for its own."""
+        """Number of PyTorch threads for work on its readings; None for PyTorch's own."""
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
         self._pending: list[_Pending] = []
         self._trees: dict[int, _Tree] = {}

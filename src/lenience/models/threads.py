@@ -11,7 +11,7 @@ import torch
 
 _lock = threading.Lock()
 _found: list[int] = []
-"""What the process had, once for each that has asked for another number since."""
+"""Earlier thread counts of the process, one for each change."""
 
 
 @contextmanager

@@ -26,15 +26,14 @@ class Term:
     name: ClassVar[str]
     is_strict: ClassVar[bool] = False
     composable: ClassVar[bool] = True
-    """Whether it can be joined with others; not where it looks ahead or decides by a distribution
-    of its own."""
+    """True if the rule combines with others; not if it looks ahead or has its own distribution."""
     exact_when_greedy: ClassVar[bool] = False
-    """Whether it is the same as `exact` for greedy decoding."""
+    """True if it equals `exact` for greedy decoding."""
     verifies: ClassVar[Literal["down", "up"] | None] = None
-    """How it verifies drawn trees, see `lenience.drafting.trees.drawn`; None where it takes
-    their tokens as chosen."""
+    """Way of verifying drawn trees, see `lenience.drafting.trees.drawn`; None if it takes their
+    tokens as chosen."""
     has_threshold: ClassVar[bool] = False
-    """Whether its field `threshold` is what makes it more or less lenient."""
+    """True if its field `threshold` sets how lenient it is."""
     grid: ClassVar[tuple[str, ...]] = ()
     """Specs of its settings, from strict to lenient, which its name alone stands for."""
 
@@ -112,13 +111,13 @@ class Lenient(Term):
     floor: float = field(default=0.0, kw_only=True)
     """Never accept a token to which the target gives a lower probability."""
     budget: int | None = field(default=None, kw_only=True)
-    """After so many lenient acceptances in a request the strict rule decides."""
+    """Number of lenient acceptances in a request after which the strict rule decides."""
     begin: str = field(default="", kw_only=True)
     end: str = field(default="", kw_only=True)
     """Only between these two texts, such as <think> and </think>; outside the strict rule
     decides."""
     implies_strict: ClassVar[bool] = False
-    """Whether alone it means the strict rule or this one."""
+    """True if the rule alone means the strict rule or this one."""
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
     """The least and the largest value of its fields; one that is None has none."""
 

@@ -34,7 +34,7 @@ class Judge(HeadReference, Lenient):
     """A regular expression: where it is found in the drafted token or in the target's own, the
     judge must be surer."""
     by: float = field(default=0.0, kw_only=True)
-    """How much larger the logit of its score must be there."""
+    """Margin of the score's logit at these tokens."""
     recall: float | None = field(default=None, kw_only=True)
     """Share of important tokens to reject, in place of `threshold`: the threshold with this recall
     on samples that the head was not fitted to."""
@@ -46,7 +46,7 @@ class Judge(HeadReference, Lenient):
     implies_strict = True
     has_threshold = True
     highest = math.nextafter(1, 2)
-    """Which accepts nothing, where some important token has a score of 1."""
+    """Largest threshold, which accepts nothing even if an important token has a score of 1."""
 
     def __post_init__(self) -> None:
         HeadReference.__post_init__(self)

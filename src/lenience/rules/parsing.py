@@ -14,7 +14,7 @@ ELSEWHERE = {
     "all": "stands for every rule in a comparison alone; name one",
     "certified": "write certified:RUN, with a run folder that has a certificate",
 }
-"""What people write for a rule that is none."""
+"""Answers to names that other libraries use for rules."""
 
 
 def parse_rule(rule: str | Term | Rule) -> Rule:

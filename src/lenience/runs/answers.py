@@ -25,9 +25,9 @@ from lenience.tasks import Sample, Score, Task
 from lenience.tasks.base import AnswerValue
 
 BY_LENIENCE = ("draft-lenient", "draft-trusted")
-"""Where tokens came from that the target might not have said."""
+"""Origins of tokens that the target might not have chosen."""
 MOST_SCORED = 64
-"""How many answers are scored together: what is scored at once is lost at once."""
+"""Number of answers scored at once; a crash loses at most these."""
 
 
 def for_task(decoder: Decoder, options: Mapping[str, Any], task: Task) -> Decoder:
@@ -49,29 +49,29 @@ class Answer(Record):
     answer: AnswerValue
     correct: bool
     loss: float | None = None
-    """As the task scored it, from 0 to 1."""
+    """Loss by the task's score, from 0 to 1."""
     verdict: str = ""
-    """What the task says besides, such as why a program did not pass its tests."""
+    """Further outcome, such as the reason why a program failed its tests."""
     tokens: int
     target_passes: int
     draft_passes: int = 0
     accepted_exact: int = 0
     accepted_lenient: int = 0
     kept_by_lenience: int | None = None
-    """How many of its tokens the strict rule would not have kept; None in older journals."""
+    """Number of its tokens that the strict rule would reject; None in older journals."""
     flops: float | None = None
     """Floating-point operations of all that both models read for it; what a row had in common with
     the answer before it was not read again. None where they are not known."""
     flops_as_sprinter: float | None = None
-    """As SPRINTER (Zhong 2025) counts them: embeddings as products, and of the tokens that a gate
-    let pass the target reads none."""
+    """FLOPs as SPRINTER (Zhong 2025) counts them: embeddings as products, and no target pass for
+    tokens that a gate let through."""
     closest: float | None = None
     """The highest of a judge's scores of the tokens that were rejected, 0 without any: above it the
     answer is the same at any lower threshold. None where a rejected token has no score."""
     seconds: float | None = None
-    """How long it took, many being decoded together: what this one added."""
+    """Seconds that this answer added to its batch."""
     trace: list[tuple[str, str, float | None]] | None = None
-    """Of each token its text, where it came from, and the judge's score, where that is kept."""
+    """Text, origin and judge's score of each token, if kept."""
 
 
 @dataclass
@@ -93,10 +93,11 @@ class Answers:
         self.batch_size = batch_size
         self.journal = Journal(path)
         self.decoded = 0
-        """How many have been decoded since."""
+        """Number of answers decoded since."""
         self._known: dict[tuple[str, str], Answer] = {}
         self._known_by_rule: dict[tuple[str, str], Answer] = {}
-        """Of journals that name no settings: one of 0.1 holds one setting of each rule."""
+        """Answers of journals without settings: one of version 0.1 holds one setting of each
+        rule."""
         for line, record in enumerate(self.journal.resume(), 1):
             self._keep(Answer.read(record, f"{path}, line {line}"))
 
@@ -247,7 +248,7 @@ def _closest(out: Generation) -> float | None:
 
 
 Scored = tuple[list[tuple[_Decoded, Score]], Exception | None]
-"""What was scored, and what the task raised first of the rest."""
+"""Scores, and the task's first exception for the rest."""
 
 
 class _Scoring:

@@ -25,7 +25,7 @@ FILE = "certificate.json"
 BOUND_BESIDE = (
     "models", "tokenizer", "template", "generation_config", "heads", "task", "reads", "data",
 )  # fmt: skip
-"""What a certificate binds besides the options of decoding."""
+"""Facts that a certificate binds, besides decoding options."""
 BOUND_MODELS = (
     "models",
     "tokenizer",
@@ -34,7 +34,7 @@ BOUND_MODELS = (
     "heads",
     "engine",
 )
-"""What of it a pair is compared with before it decodes."""
+"""Bound facts that a pair is compared with before decoding."""
 FROM_CERTIFICATE = (
     "window",
     "stop",
@@ -67,23 +67,23 @@ class TriedSetting(Record):
     rule: str
     window: int
     options: dict[str, Any] = Field(default_factory=dict)
-    """What else is not as the question has it."""
+    """Options that differ from the question's."""
     n: int
     losses: float
     paired: int | None = None
     """On how many prompts the target was right and this is wrong; None where references are not
     asked for."""
     upper_bound: float
-    """Of this setting's mean loss, as if it alone had been tried."""
+    """Upper bound on this setting's mean loss, as if it alone had been tried."""
     passed: bool
     hopeless: bool
-    """Whether it was given up before the last look."""
+    """True if testing it stopped before the last look."""
     tokens_per_pass: float
     accuracy: float
     target_accuracy: float
     """On the first of them, at most 50: the target's answer to each is not needed."""
     tokens_per_second: float | None = None
-    """In the race on the machine that it was tuned on; None where it was not."""
+    """Speed in the race on the tuning machine; None without a race."""
 
     def decoder(self, shared: Decoder) -> Decoder:
         """Return the whole decoder, what the setting does not name as in `shared`."""
@@ -97,7 +97,7 @@ class Certified(TriedSetting):
 
     threshold: float | None
     heads: dict[str, str]
-    """Where its heads lie, by their paths in the rule: within the run folder, or else on this
+    """Locations of its heads by their paths in the rule: within the run folder, or on this
     machine."""
 
 
@@ -115,7 +115,7 @@ class LostSample(Record):
     prompt: Any
     reference: AnswerValue
     loss: float
-    """From 0 to 1, as it is tested."""
+    """Tested loss, from 0 to 1."""
     target: LostAnswer
     lenient: LostAnswer
 
@@ -124,7 +124,7 @@ class Certificate(Record):
     """certificate.json: what was asked, what was found, and what it binds."""
 
     certified: Certified | None
-    """None where nothing is."""
+    """Certified setting; None if nothing is certified."""
     max_drop: float
     confidence: float
     n: int
@@ -135,15 +135,15 @@ class Certificate(Record):
     loss: str = "paired"
     loss_is: str = ""
     attempt: int = 1
-    """Which question on such prompts it answers, from 1."""
+    """Number of this question among those on the same kind of prompts, from 1."""
     level: float | None = None
     """The error that it was tested at, all rules together; None where it was the whole."""
     key: str = ""
     """The question."""
     most: int | None = None
-    """How many prompts it might have taken."""
+    """Largest number of prompts that it could use."""
     drawn: str = ""
-    """How the prompts were chosen."""
+    """Way in which the prompts were chosen."""
     withdrawn: str | None = None
     """Why it holds no longer: then it certifies nothing."""
     promises_not: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ class Certificate(Record):
     lost: tuple[LostSample, ...] = ()
     """The prompts on which quality was lost, with both answers."""
     grading: dict[str, int] | None = None
-    """How a grader judged, see `lenience.tasks.grader.GradingCounts`."""
+    """Counts of a grader's judgements, see `lenience.tasks.grader.GradingCounts`."""
     reason: str | None = None
     """Why nothing is certified."""
     needed: int | None = None

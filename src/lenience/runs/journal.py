@@ -122,7 +122,7 @@ class JournalTail:
 
 
 MAY_DIFFER = ("versions", "pair")
-"""What a run that is gone on with may have otherwise than when it was begun."""
+"""Fields in which a resumed run may differ from its beginning."""
 EARLIER = {"drawn": "first"}
 """Settings of earlier versions, which did not record them."""
 OPTIONAL = ("drafter", "answers_only", "temperature", "top_k", "top_p", "draw_seed")

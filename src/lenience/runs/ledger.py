@@ -33,9 +33,9 @@ class Attempt(Record):
     pair: str
     """The models and the tokenizer."""
     task: str
-    """As `Task.label` puts it."""
+    """Task, see `Task.label`."""
     number: int
-    """Which of the questions on such prompts it is, from 1."""
+    """Number of the question among those on the same kind of prompts, from 1."""
 
     @property
     def share(self) -> float:
@@ -61,7 +61,7 @@ class Outcome(Record):
     confidence: float
     n: int
     folder: str
-    """Where its certificate was written."""
+    """Folder of its certificate."""
     withdrawn: str | None = None
     """Why it holds no longer."""
 

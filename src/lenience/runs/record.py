@@ -32,33 +32,33 @@ class RunRecord(Record):
     """run.json: what a mining run was asked for."""
 
     engine: str | None = None
-    """What ran the models, with its version, where it was not our own loop."""
+    """Engine with its version, if not lenience's own loop."""
     versions: dict[str, str]
     pair: str
     models: dict[str, ModelRecord]
     tokenizer: str
     chat: dict[str, Any] | None = None
-    """How text and messages became prompts, where not as usual."""
+    """Chat template settings, if not the default."""
     task: str
     task_version: int | str | None = None
     split: str
     max_new_tokens: int
     stop_strings: tuple[str, ...] | None = None
-    """What responses end before."""
+    """Texts before which responses end."""
     seed: int
     temperature: float = 0.0
-    """At which target and draft were drawn, with their truncation and seed."""
+    """Sampling temperature of target and draft, with truncation and seed."""
     top_k: int | None = None
     top_p: float | None = None
     draw_seed: int | None = None
     drawn: str | None = None
-    """Which of the split's samples were mined: "random" ones by the seed, or its "first"."""
+    """Choice of the split's samples: "random" by the seed, or its "first"."""
     drafter: dict[str, Any] | None = None
     """Drafter whose tokens were swapped in, if not the draft model, see `DrafterSpec.record`."""
     answers_only: bool = False
-    """Whether the target's answers were written without a search."""
+    """True if the target's answers were written without a search."""
     policy: dict[str, Any] | None = None
-    """Of mining on a rule's own answers: its setting, and the fingerprints of its heads."""
+    """Setting and head fingerprints of the rule whose own answers were mined."""
 
 
 class Mismatch(Record):
@@ -68,7 +68,7 @@ class Mismatch(Record):
     target_token: int
     draft_token: int
     important: bool | None
-    """None where the target's own response held no answer."""
+    """Label; None if the target's own response has no answer."""
 
 
 class MinedAnswers(Record):
@@ -86,8 +86,7 @@ class MiningCost(Record):
     target_passes: int
     target_tokens: int
     unused_tokens: int = 0
-    """Of the target's, those of continuations that were begun before it was known whether they
-    would be asked for, and were not."""
+    """Number of the target's tokens in continuations that were started and then not needed."""
     draft_tokens: int
     seconds: float
 
@@ -102,7 +101,7 @@ class MinedSample(Record):
     final_ids: list[int]
     """The response after all harmless swaps."""
     mismatches: list[Mismatch]
-    """In order."""
+    """Mismatches in order."""
     answers: MinedAnswers
     cost: MiningCost
 
@@ -115,7 +114,7 @@ class Resample(Record):
     number: int
     """The seed of the draw, from 1 on."""
     same: bool | None
-    """Whether the answer is the target's own; null says nothing."""
+    """True if the answer equals the target's own; null if unknown."""
 
 
 def read_run(folder: Path) -> RunRecord:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from lenience.models.prompts import Prompt
 
 RUN_FILES = ("run.json", "journal.jsonl", "uses.jsonl")
-"""What says of a folder that it is a run's."""
+"""Files that identify a run folder."""
 ALIGNED = "distilled.json"
-"""What says of a model's folder what it learned from."""
+"""File with a model folder's training record."""
 
 
 class Use(Record):
@@ -35,14 +35,14 @@ class Use(Record):
 
     id: str
     task: str = ""
-    """As `Task.known_as` puts it; "" where it is not known."""
+    """Task, see `Task.known_as`; "" if unknown."""
     prompt: str
     """The digest of its tokens."""
     source: str = ""
     """The digest of it as the task gives it; "" where it is not known."""
     use: str
     key: str | None
-    """Of what used it, which may use it again."""
+    """Identity of the user, which may use the prompt again."""
 
     @property
     def row(self) -> tuple[str, str, str]:
@@ -55,14 +55,14 @@ class Draw:
     """Which rows are drawn."""
 
     key: str
-    """Of what draws them: what it has used before is its own, and comes in the same order."""
+    """Identity of the user; its earlier prompts come again, in the same order."""
     n: int
-    """How many at most."""
+    """Maximum number of prompts."""
     use: str
-    """What they are drawn for."""
+    """Purpose of the prompts."""
     split: str = "train"
     ids: tuple[str, ...] = ()
-    """None but these, where any are named."""
+    """Ids to choose from; None for all."""
     heads: tuple[TrainedPart, ...] = ()
     """The prompts that they were fitted on are used ones, in their own run folders too."""
 
@@ -244,7 +244,7 @@ class _Rows:
         self._samples = {sample.id: sample for sample in samples}
         self.by_id = dict[str, Use]()
         self._elsewhere: Counter[str] = Counter()
-        """How many rows of a prompt were used under other names."""
+        """Number of rows of a prompt used under other names."""
         self._use_of = dict[str, str]()
         for use in uses:
             if use.task == task.known_as and use.id in self._samples:

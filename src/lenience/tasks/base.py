@@ -32,9 +32,9 @@ class Score:
 
     correct: bool
     loss: float
-    """From 0, nothing is lost, to 1."""
+    """Loss from 0 (none) to 1."""
     verdict: str = ""
-    """What tells more, such as why a program did not pass its tests."""
+    """Further outcome, such as the reason why a program failed its tests."""
 
 
 class Task:
@@ -47,35 +47,34 @@ class Task:
     name: str
     max_new_tokens: int = 256
     stop_strings: tuple[str, ...] = ()
-    """What a response ends before, beside EOS."""
+    """Texts before which a response ends, besides EOS."""
     version: int | str | None = None
     """Raised when the same responses would be answered or scored otherwise: a run is not gone on
     with then."""
     failures_are_wrong: bool = False
-    """Whether a response at which `answer`, `same`, `correct`, `score` or `loss` raises has no
-    answer, agrees with none and is wrong; else that ends the run, naming the sample."""
+    """True if a response at which `answer`, `same`, `correct`, `score` or `loss` raises has no
+    answer, agrees with none and is wrong. Otherwise the exception ends the run and names the
+    sample."""
     scores_by_reference: bool = False
-    """Whether a response can be right only where the sample has a reference."""
+    """True if a response can be correct only if the sample has a reference."""
     compares_slowly: bool = False
-    """Whether comparing answers takes so long that mining does it beside decoding."""
+    """True if comparing answers is slow, so that mining compares while it decodes."""
     measure: str = "accuracy"
-    """What the mean quality of responses is called: "accuracy", "pass@1", "ROUGE-L"."""
+    """Name of the mean quality of responses: "accuracy", "pass@1", "ROUGE-L"."""
     by_degree: bool = False
-    """Whether a response may be right in part: its quality is then 1 - its score's loss."""
+    """True if a response may be partly correct; its quality is then 1 − its score's loss."""
     beside_target: bool = False
-    """Whether no response is right or wrong by itself: its quality is then what `points` gives,
-    beside the target's own response."""
+    """True if responses are judged only against the target's own, by `points`."""
     at_par: float = 1.0
     """The quality of a response that is the target's own, where `beside_target`."""
     same_where_wrong: bool = False
-    """Whether two responses agree where both are wrong: then no more can disagree than the target
-    gets right."""
+    """True if two wrong responses agree. The disagreement is then at most the target's accuracy."""
     loss_is: str = "the mean loss that the task returns"
-    """What `loss` is on average, as a certificate says it."""
+    """Description of the mean `loss` on certificates."""
     disagreement_is: str = (
         "the share of prompts on which this decoder's final answer is not the target's"
     )
-    """What the share of responses that are not the `same` is, as a certificate says it."""
+    """Description of the share of responses that are not the `same` on certificates."""
 
     def samples(self, split: str) -> Iterable[Sample]:
         """Return the samples of a split, "train" or "test", always in the same order."""

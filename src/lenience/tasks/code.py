@@ -36,7 +36,7 @@ MOST_REMEMBERED = 10_000
 MOST_TESTS = 1 << 29
 """Bytes of one problem's tests."""
 CODEX_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
-"""Where a completion of HumanEval ends (Chen 2021, section 2)."""
+"""Texts that end a completion of HumanEval (Chen 2021, section 2)."""
 MODULES = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools "
     "operator io sys json builtins typing"
@@ -52,7 +52,7 @@ PREAMBLE = "".join(
         "sys.setrecursionlimit(50000)\nsys.set_int_max_str_digits(50000)\n",
     ]
 )
-"""What LiveCodeBench imports before a solution."""
+"""Imports of LiveCodeBench before a solution."""
 
 
 @dataclass(kw_only=True)
@@ -347,7 +347,7 @@ class CodeBlock:
     """A fenced code block of a response."""
 
     language: str
-    """As the fence names it, in lower case; "" if it names none."""
+    """Language named by the fence, in lower case; "" if none."""
     code: str
     whole: bool
     """False if the response ends before the fence does."""

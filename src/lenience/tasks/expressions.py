@@ -15,7 +15,7 @@ from lenience.core.errors import InputError
 
 COMMAND = [sys.executable, "-m", "lenience.tasks.expressions"]
 SECONDS = 20.0
-"""For one comparison; math-verify gives up earlier by itself."""
+"""Time limit of a comparison; math-verify gives up earlier by itself."""
 
 
 def same_expression(a: str, b: str) -> bool | None:
@@ -43,7 +43,7 @@ class _Comparer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._works = False
-        """Whether it has ever answered."""
+        """True if it has answered before."""
 
     def ask(self, a: str, b: str) -> bool | None:
         with self._lock:

@@ -26,9 +26,9 @@ class AnswerForm:
 
     find: Find
     same: Callable[[str, str], bool | None]
-    """None where one cannot be read."""
+    """Comparison of two answers; None if an answer cannot be read."""
     spec: str
-    """As runs and certificates name it."""
+    """Name in runs and certificates."""
 
 
 def answers(answer: str, same: str | None) -> AnswerForm:
@@ -190,7 +190,7 @@ FINDERS: dict[str, tuple[Callable[[str], Find], str]] = {
     "after": (_after, "number"),
     "regex": (_pattern, "number"),
 }
-"""How answers are found, each with how they are compared where that is not said."""
+"""Ways to find answers, each with its default comparison."""
 TAKES = {"number-after": "MARKER", "after": "MARKER", "regex": "PATTERN"}
 
 

@@ -25,7 +25,7 @@ AT_ONCE = 8
 """Questions in flight."""
 ATTEMPTS = 5
 SECONDS = 120.0
-"""For one question."""
+"""Time limit of a question."""
 ENOUGH = 10
 """Pairs of answers that tell whether a grader grades at all."""
 KEYS = ("LENIENCE_GRADER_KEY", "OPENAI_API_KEY")
@@ -45,9 +45,9 @@ class Grader(Protocol):
     """Answers prompts."""
 
     name: str
-    """As tasks and certificates name it."""
+    """Name in tasks and certificates."""
     source: str
-    """What its replies are kept under."""
+    """Identity under which its replies are kept."""
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
         """Return the replies to prompts, in their order; "" for one that is empty."""
@@ -57,7 +57,7 @@ class Grader(Protocol):
 MAX_TOKENS = 1024
 """Length limit of a reply, its thought included."""
 THOUGHTS = ("reasoning_content", "reasoning")
-"""Where servers put what a model thought."""
+"""Fields in which servers return a model's reasoning."""
 
 
 def _text_of(content: Any) -> str:
@@ -190,9 +190,9 @@ class GradingCounts:
 
     pairs: int = 0
     decided: int = 0
-    """Where both orders of the two made it prefer the same one."""
+    """Number of pairs whose both orders gave the same preference."""
     inconsistent: int = 0
-    """Where the other order of the two made it prefer the other one: a tie then."""
+    """Number of pairs whose two orders disagreed; they count as ties."""
     unread: int = 0
     """Replies without a verdict, taken as a tie."""
 

@@ -15,7 +15,7 @@ from lenience.tasks.published import Published, chat
 from lenience.tasks.rows import Row
 
 IGNORED = (",", r"\$", r"(?s).*#### ", r"\.$")
-"""What lm-eval takes out of both sides before it compares them."""
+"""Patterns that lm-eval removes from both sides before comparing."""
 EXTRACTIONS = {
     "strict": (re.compile(r"#### (\-?[0-9\.\,]+)"), 0),
     "flexible": (re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)"), -1),
@@ -24,7 +24,7 @@ EXTRACTIONS = {
 _AFTER_MARKER = answers("number-after:####", None)
 _LAST = answers("last-number", None)
 UNTIL = ("Question:", "</s>", "<|im_end|>")
-"""Where lm-eval ends a response."""
+"""Texts at which lm-eval ends a response."""
 
 
 @dataclass(kw_only=True)

@@ -38,7 +38,7 @@ class Published(Task):
 
     scores_by_reference = True
     title: ClassVar[str]
-    """What its spec begins with."""
+    """First part of its spec."""
     train_roles: ClassVar[tuple[str, ...]] = ("train", "validation", "dev")
     test_roles: ClassVar[tuple[str, ...]] = ("test", "validation", "dev")
     suffixes: ClassVar[tuple[str, ...]] = SUFFIXES

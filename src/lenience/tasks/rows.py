@@ -19,7 +19,7 @@ USUAL = {
     "prompt": ("question", "instruction", "problem", "input", "query", "text"),
     "reference": ("answer", "solution", "output", "label", "target"),
 }
-"""How fields are called elsewhere."""
+"""Names of fields in other data sets."""
 Row = dict[str, Any]
 
 

@@ -32,7 +32,7 @@ Status = Literal["ended", "timeout", "too much output"]
 CHILD = Path(sandboxed.__file__)
 EXTRA = "pip install 'lenience[code]'"
 FOLDER_BYTES = 64 << 20
-"""What a program may write into its folder, which is memory."""
+"""Bytes that a program may write into its folder, which is in memory."""
 # fmt: off
 REFUSED = (
     "socket", "bind", "connect", "listen", "accept", "accept4", "sendto", "sendmsg", "sendmmsg",
@@ -64,7 +64,7 @@ class Limits:
     """What a program may take."""
 
     seconds: float = 10.0
-    """From its start to its end, or for one call."""
+    """Time limit from start to end, or per call."""
     memory: int = 1 << 30
     """Bytes of address space."""
     output: int = 1 << 20
@@ -451,7 +451,7 @@ class _Replies:
         self._limits = limits
         self._read = bytearray()
         self._waiting = memoryview(b"")
-        """What of a call the process has not taken yet."""
+        """Part of a call that the process has not read yet."""
         os.set_blocking(self._to.fileno(), False)
 
     def ask(self, content: Any) -> None:

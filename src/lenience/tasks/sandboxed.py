@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 LONGEST_LINE = 1 << 22
-"""Of a reply, in characters."""
+"""Characters of the longest reply."""
 TAGS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 # Landlock (linux/landlock.h); its numbers are the same on all architectures
 CREATE_RULESET = 444
@@ -35,7 +35,7 @@ WRITE_FILE = 1 << 1
 READ_FILE = 1 << 2
 READ_DIR = 1 << 3
 RIGHTS_BY_ABI = (0, 13, 14, 15, 15, 16)
-"""How many rights over files each version knows; later ones as the last."""
+"""Number of file rights in each version; later versions have those of the last."""
 SET_NO_NEW_PRIVS = 38
 SET_SECCOMP = 22
 CAPBSET_DROP = 24

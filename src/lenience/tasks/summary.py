@@ -14,7 +14,7 @@ from lenience.tasks.published import SUFFIXES, Published
 from lenience.tasks.rows import Row
 
 TEXT_FIELDS = (("article", "highlights"), ("document", "summary"), ("text", "summary"))
-"""How sources and summaries are called: CNN/DailyMail, XSum, others."""
+"""Names of sources and summaries: CNN/DailyMail, XSum, others."""
 
 
 @dataclass(kw_only=True)

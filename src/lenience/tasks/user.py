@@ -29,7 +29,7 @@ TRAITS = (
     "loss_is",
     "disagreement_is",
 )
-"""What a task may say of itself."""
+"""Properties that a task may set."""
 
 
 def as_task(task: Any, where: str = "", version: str | None = None) -> CheckedTask:

@@ -65,7 +65,7 @@ class Problem:
     text: str
     groups: tuple[tuple[Operation, ...], ...]
     recaps: tuple[str, ...]
-    """What may be said of it that decides nothing."""
+    """Remarks that do not affect the answer."""
 
     @property
     def answer(self) -> int:

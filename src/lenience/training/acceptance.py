@@ -25,7 +25,7 @@ from lenience.training.features import check_models, mined_samples
 
 DEPTH = 12
 RANKS = 5
-"""How deep it is measured, and how many ranks."""
+"""Largest measured depth and rank."""
 PROMPTS = 200
 TOGETHER = 8
 """On how many prompts at most, and how many of them together."""

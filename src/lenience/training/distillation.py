@@ -23,18 +23,18 @@ from lenience.runs.uses import ALIGNED
 from lenience.training.trainer import Answer, batches, by_length
 
 Distill = Literal["forward-kl", "reverse-kl", "on-policy"]
-"""What is made small: KL(target ‖ draft) or KL(draft ‖ target) along the target's own answers, or
-the first along answers that the draft samples itself, anew in each epoch."""
+"""Divergence to minimise: KL(target ‖ draft) or KL(draft ‖ target) along the target's own answers,
+or the first along answers that the draft samples anew in each epoch."""
 BATCH = 8
 ROWS = 32
-"""How many answers are learned from together, and how many are sampled together."""
+"""Number of answers per training batch, and per sampling batch."""
 LEARNING_RATE = 3e-4
 WIDTH = 320
 """The first epoch's rate of a draft of this width; a wider one has less in proportion."""
 CHOICE_ANSWERS = 16
 """Number of answers on which the layers of a cut draft are chosen."""
 WINDOW = 8
-"""How far ahead what is kept by the strict rule is measured."""
+"""Window of the measured tokens per pass."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class DistilledDraft:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     fingerprints: Mapping[str, str]
-    """Of the target and the tokenizer that it was aligned with."""
+    """Fingerprints of the target and the tokenizer that it was aligned with."""
     metrics: Mapping[str, Any]
     prompts: tuple[str, ...] | None = None
     """The digests of those that it learned from."""

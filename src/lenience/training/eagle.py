@@ -19,8 +19,8 @@ from lenience.training.trainer import Answer, batches, by_length, mean_cross_ent
 BATCH = 8
 STEPS = 5
 FURTHER_WEIGHT = 0.8
-"""How many answers are learned from together; how many tokens one after the other are learned, as
-drafting goes on from the model's own states; and what a further one's loss weighs less."""
+"""Number of answers per batch; number of successive drafted tokens in training, as drafting
+continues from the model's own states; and factor of each further token's loss."""
 LEARNING_RATE = 1e-3
 WIDTH = 320
 """The first epoch's rate of a model of this width; a wider one has less in proportion."""

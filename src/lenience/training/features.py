@@ -38,11 +38,11 @@ from lenience.training.stop_examples import (
 from lenience.training.window_values import as_in_windows, values_drafted_on
 
 COPIES = 4
-"""How many copies of its inputs a fit in memory makes."""
+"""Number of copies of the inputs that training in memory makes."""
 SHARD = 100
 """Journal records in a shard of features."""
 STOP_SAMPLES = 200
-"""How many samples are decoded to see what a rule rejects: some ten thousand tokens, enough for one
+"""Number of samples decoded to see a rule's rejections: some ten thousand tokens, enough for one
 state's weights."""
 
 
@@ -304,6 +304,7 @@ SOURCES: dict[Role, Callable[[Pair, Sequence[MinedSample], Inputs], list[Labelle
     "judge": _judge_inputs,
     "gate": gate_states,
 }
-"""What gives a head of a role its states and labels; `stop_states` also takes a run's sampling."""
+"""Functions that return a head's states and labels by role; `stop_states` also takes a run's
+sampling."""
 LABELS: dict[Role, str] = {"judge": "important", "stop": "important", "gate": "ratio"}
-"""What the labels are called in the shards."""
+"""Names of the labels in the shards."""

@@ -20,7 +20,7 @@ from lenience.training.trainer import Answer, batches, by_length, mean_cross_ent
 
 BATCH = 8
 FURTHER_WEIGHT = 0.8
-"""How many answers are learned from together, and what a further token's loss weighs less."""
+"""Number of answers per batch, and factor of each further token's loss."""
 LEARNING_RATE = 3e-4
 WIDTH = 320
 """The first epoch's rate of a target of this width; a wider one has less in proportion."""
@@ -36,7 +36,7 @@ class TunedTarget:
     tokenizer: PreTrainedTokenizerBase
     heads: DraftHeads
     fingerprints: Mapping[str, str]
-    """Of the target that it was, and of the tokenizer."""
+    """Fingerprints of the original target and of the tokenizer."""
     metrics: Mapping[str, Any]
     prompts: tuple[str, ...] | None = None
     """The digests of those that it learned from."""

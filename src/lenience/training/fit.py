@@ -26,7 +26,7 @@ from lenience.training.features import compute_features, fit_in_memory, load_fea
 
 CURVE_SHARES = (0.125, 0.25, 0.5, 1.0)
 CURVE_RECALL = 0.99
-"""Of the samples that a learning curve is fitted to, and where its judges are compared."""
+"""Shares of the samples of a learning curve, and the recall at which its judges are compared."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class HeadPlan:
     """The folder that it is saved in."""
     config: FitConfig = field(default_factory=FitConfig)
     tau: float = 1.0
-    """Of a gate: a token is acceptable where draft / target of its probabilities is at most
-    this."""
+    """Largest acceptable ratio of draft to target probability for a gate."""
     also: tuple[Path, ...] = ()
     """Further runs of the same pair that it learns from."""
     soft: bool = False
@@ -47,8 +46,8 @@ class HeadPlan:
     without: frozenset[str] = frozenset()
     """The digests of prompts that are left out."""
     of: Rule | None = None
-    """Of a stop: the rule whose rejections it learns; None for what the strict rule would reject of
-    the target's own answers."""
+    """Rule whose rejections a stop learns; None for the strict rule's on the target's own
+    answers."""
 
 
 def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) -> Head:

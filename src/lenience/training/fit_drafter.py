@@ -41,11 +41,11 @@ EPOCHS = {"medusa": 30, "blockwise": 30, "eagle": 10, "model": 5}
 BATCH = 512
 LEARNING_RATE = 1e-3
 FURTHER_WEIGHT = 0.8
-"""What a head's loss weighs less than that of the head before (Medusa, section 2.2.1)."""
+"""Factor of each further head's loss (Medusa, section 2.2.1)."""
 NOT_THERE = -100
 """Stands for a token past the end of an answer."""
 LEAST = 10
-"""How many answers there must be."""
+"""Least number of answers."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class DrafterPlan:
     out: Path
     """The folder that it is saved in."""
     heads: int = 4
-    """How many; of medusa and blockwise."""
+    """Number of medusa or blockwise heads."""
     distill: Distill = "forward-kl"
-    """How the draft model learns."""
+    """Loss of the draft model."""
     only_rejected: bool = False
-    """Whether the draft model learns only from tokens that would be rejected."""
+    """True if the draft model learns only from tokens that would be rejected."""
     layers: int | tuple[int, ...] | None = None
     """Layers of the target that the draft model is cut out of, counted from 0, or their number;
     None for the pair's own draft model."""
@@ -68,9 +68,9 @@ class DrafterPlan:
     """Number of tokens that the drafter can predict: the most frequent ones of the answers; None
     for all."""
     tune_target: bool = False
-    """Whether a copy of the target learns with its blockwise heads."""
+    """True if a copy of the target learns with its blockwise heads."""
     epochs: int | None = None
-    """By default those of EPOCHS."""
+    """Number of epochs; None for those of EPOCHS."""
     seed: int = 0
 
     @property

@@ -18,7 +18,7 @@ SAMPLES = 20
 TOKENS = 2000
 """On how many of the target's own answers layers are tried, and on how many of their tokens."""
 LONGEST_WINDOW = 16
-"""Up to which windows what layers are worth is reckoned."""
+"""Largest window at which skipped layers are valued."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Skipped:
     """The target alone's speed, times so much, where tokens agree independently of each other and
     passes cost by their layers, at the best window."""
     window: int
-    """That window."""
+    """Best window."""
 
 
 def search_layers(

@@ -21,10 +21,10 @@ from lenience.models.session import Session
 from lenience.runs.record import MinedSample
 
 STOP_TOKENS = 64
-"""How many tokens of an answer a stop is fitted to."""
+"""Number of tokens of an answer in a stop's training data."""
 STOP_WINDOW = 32
-"""Of the decoding that a stop learns from: wide, as nothing is drafted for the token after a window
-that is kept whole."""
+"""Window of the decoding that a stop learns from. It is wide, as no token is drafted after a window
+that is accepted whole."""
 INTERLEAVED = 32
 """The window in which both models' tokens are interleaved: wide, as the target's follows a full
 one."""

@@ -20,7 +20,7 @@ from lenience.decoding.soundness import CAUSES
 WEIGHT_DECAY = 0.01
 LARGEST_GRADIENT = 0.5
 AVERAGES = ("exp_avg", "exp_avg_sq", "step")
-"""What AdamW keeps of a weight; the count of its steps stays on the CPU."""
+"""AdamW's state of a weight; the step count stays on the CPU."""
 Answer = tuple[list[int], list[int]]
 """The tokens of a prompt and those of the target's own answer."""
 

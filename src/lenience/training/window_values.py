@@ -21,10 +21,10 @@ from lenience.models.generation_config import processors_of
 from lenience.runs.record import MinedSample, Mismatch
 
 TOGETHER = 16
-"""How many samples' mismatches are read together, one of each at a time."""
+"""Number of samples whose mismatches are read in a batch, one of each at a time."""
 SHARE_WHOLE = 0.4
-"""Of the mismatches that are learned from with all tokens that can be looked ahead to; the others
-with fewer, as many as a window's end might leave: one head serves every place of a window."""
+"""Share of the mismatches with all look-ahead tokens. The others have fewer, as at the end of a
+window, so that one head serves every position."""
 
 
 class _Reader(Rule):

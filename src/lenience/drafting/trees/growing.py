@@ -27,7 +27,7 @@ class GrowingTree:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     picked_from: list[int] = field(default_factory=list)
-    """Which of the distributions that were asked for each token is picked from."""
+    """Index of the requested distribution that each token was picked from."""
 
     def add(self, token: int, parent: int, picked_from: int) -> None:
         self.tokens.append(token)
@@ -59,7 +59,7 @@ class TreeLevel:
     """[B][F]: which of the tokens that were asked about before each one follows, -1 for the
     prefix."""
     depth: int
-    """How many tokens stand before each."""
+    """Number of tokens that stand before each."""
 
 
 Expand = Callable[[TreeLevel | None], Tensor]
@@ -99,11 +99,11 @@ class OfOneShape:
         self.ends = ends
         self.grown = [GrowingTree() for _ in ends.limits]
         self.closed = [{-1: False} for _ in ends.limits]
-        """After which places nothing may follow."""
+        """Positions after which nothing may follow."""
         self.inner = {parent for parent, _ in places}
         self.level = [-1]
         self.asked = {-1: 0}
-        """Where each place's distribution stands among those asked for."""
+        """Index of each position's distribution among those requested."""
 
     @property
     def children(self) -> list[int]:
@@ -156,7 +156,7 @@ class LevelPicker:
     ctx: Context
     depth: int
     asked: int
-    """How many distributions have been asked for before this level's."""
+    """Number of distributions requested before this level's."""
 
     def tokens(self, logs: Tensor, k: int) -> Tensor:
         """Return [B, F, k] from log-probabilities [B, F, V], `NONE` where there are no more."""
@@ -184,16 +184,16 @@ class CandidatePool:
         self.least = least
         self.ends = ends
         self.left = levels
-        """How many may still be added."""
+        """Number of levels that may still be added."""
         self.tokens = list[int]()
         self.parents = list[int]()
         self.scores = list[float]()
         """The scores are the log-probabilities of whole paths."""
         self.closed = list[bool]()
-        """Which tokens nothing may follow."""
+        """Tokens after which nothing may follow."""
         self.from_which = list[int]()
         self.asked = {-1: 0}
-        """Where each was picked from, and where each's own distribution stands."""
+        """Index of the distribution that each was picked from, and of its own."""
         self.num_asked = 1
         self.level = [-1]
         self.newest = range(0)

@@ -68,7 +68,7 @@ class _Tree:
     exact: list[bool]
     scores: list[float | None]
     best: tuple[int, int] = (-1, 0)
-    """How many tokens of a path are kept, and how many of them the strict rule accepts."""
+    """Numbers of accepted tokens of a path, and of those that the strict rule accepts."""
     path: Sequence[int] = ()
     next_token: int | None = None
 

@@ -26,12 +26,12 @@ class Acceptance:
 
     drafter: str
     shares: tuple[tuple[float, ...], ...]
-    """By how many drafted tokens stand before, and then by rank: of the places where these were
-    right, the share at which the target says the drafter's token of this rank."""
+    """Acceptance rate by number of drafted tokens before, all correct, and by rank: the share of
+    positions at which the target predicts the drafter's token of this rank."""
     places: tuple[int, ...]
-    """By the same number: at how many places that was counted."""
+    """Number of counted positions, by the same number."""
     draw: Draws | None = None
-    """How its tokens were drawn; None where they were the most probable ones."""
+    """Way in which its tokens were drawn; None if they were the most probable ones."""
 
     def save(self, path: Path) -> None:
         write_json(path, asdict(self))

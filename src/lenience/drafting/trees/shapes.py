@@ -25,7 +25,7 @@ from lenience.drafting.trees.growing import (
 from lenience.drafting.trees.planning import BUILT_IN, best_shape, load_acceptance
 
 LARGEST = 1024
-"""How many tokens a tree may have."""
+"""Number of tokens that a tree may have."""
 SIZES = (4, 8, 16, 32, 64)
 """Those that the fastest one is picked from."""
 
@@ -238,8 +238,7 @@ class Dynamic(Tree):
     depth: int | None = None
     top: int = 10
     temperature: float = 1.0
-    """Of the distributions that paths are ranked by: above 1 for a drafter that is surer than it is
-    right."""
+    """Temperature of the distributions that rank paths: above 1 for an overconfident drafter."""
     least: float = 0.0
     """It goes no deeper after a level by which the sum of its paths' probabilities, as many tokens
     as should be kept of it, has grown by less (OPT-Tree, Wang 2024, section 3.2)."""

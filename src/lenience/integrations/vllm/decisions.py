@@ -26,7 +26,7 @@ from lenience.rules.combine import AnyOf
 
 logger = logging.getLogger("vllm.lenience")
 ENOUGH = 200
-"""Of so many windows on, the share of those that could not be judged is held against its limit."""
+"""Number of windows from which the share of undecidable ones is checked against its limit."""
 
 
 class RequestSettings(NamedTuple):
@@ -81,7 +81,7 @@ class KernelEdits:
     """What vLLM's kernel must be told to come to the rules' verdicts."""
 
     tokens: dict[int, int] = field(default_factory=dict)
-    """By rows of a step's windows, the tokens to take there."""
+    """Tokens to take, by rows of a step's windows."""
     ends: list[int] = field(default_factory=list)
     """The rows among them at which a window ends: the token is drawn anew, and may be the drafted
     one."""
@@ -139,9 +139,9 @@ class WindowDecider:
     rows: dict[str, Row] = field(default_factory=dict)
     counts: dict[str, Counts] = field(default_factory=dict)
     steps: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What was said of requests' windows in this step, where the server asks for it."""
+    """Records of requests' windows in this step, if the server asks for them."""
     masks: dict[str, Tensor] = field(default_factory=dict)
-    """Which tokens' texts hold which expression, of those that were asked for."""
+    """Masks of the tokens whose texts match an expression, by expression."""
     judged: int = 0
     unjudged: int = 0
 

@@ -58,21 +58,21 @@ class EngineUse:
     """What one vLLM is started for."""
 
     role: str
-    """Which model answers."""
+    """Model that answers."""
     window: int
-    """How many tokens are drafted; 0 without a draft."""
+    """Number of tokens drafted; 0 without a draft."""
     sampled: bool
-    """Whether the draft samples as the target does."""
+    """True if the draft samples as the target does."""
     share: float = 1.0
-    """Of the memory that one vLLM may take, for those that run beside each other."""
+    """Share of the memory for one of several concurrent vLLMs."""
 
 
 DIALOGUES = (
     EngineUse("draft", 0, False, share=0.25),
     EngineUse("target", WINDOW, False, share=0.75),
 )
-"""What predicts and what continues in dialogues, the smaller first: each looks for its share in
-what is free."""
+"""Engines that predict and continue in dialogues, the smaller first: each takes its share of the
+free memory."""
 MEMORY = "gpu_memory_utilization"
 ALL_MEMORY = 0.9
 """The argument that says what one may take, and how much that is by default."""
@@ -389,7 +389,7 @@ class _OpenRequest(Generic[T]):
     talk: ActiveDialogue[T]
     question: Continue | Predict
     tokens: list[int] = field(default_factory=list)
-    """Of the answer, so far."""
+    """Tokens of the answer so far."""
 
     def add(self, given: Any, vocab_size: int) -> None:
         """Take what one step of vLLM's gave of the answer, and what it cost."""

@@ -28,10 +28,10 @@ from lenience.runs.certificate import (
 )
 
 KEY = "lenience"
-"""Of additional_config, and of a request's vllm_xargs."""
+"""Key in additional_config, and in a request's vllm_xargs."""
 VARIABLE = "LENIENCE_RULE"
 LONGEST = 1000
-"""How many characters a request's dial may have."""
+"""Number of characters that a request's dial may have."""
 ANY = "*"
 """Among the rules that are allowed: any rule."""
 
@@ -46,7 +46,7 @@ class PluginOptions(Record):
     """The largest share of windows that may be left to strict decoding because the rule could not
     be asked."""
     steps: bool = False
-    """Whether answers carry what the rule said of each window."""
+    """True if answers carry what the rule said of each window."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ServedRule:
     max_unjudged: float
     steps: bool
     certificate: Certificate | None = None
-    """What the rule is certified by, which binds the server and its requests."""
+    """Certificate of the rule, which binds the server and its requests."""
 
     def rule_for(self, dial: object) -> AnyOf:
         """Return the rule of a request whose dial is "exact", a spec, or a threshold for the

@@ -53,7 +53,7 @@ SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
         ),
     ),
 )
-"""What is wrapped here, with its first parameters."""
+"""Wrapped functions with their first parameters."""
 logger = logging.getLogger("vllm.lenience")
 
 
@@ -86,12 +86,12 @@ class Sampling:
     runner: Any
     deciding: WindowDecider
     hidden: Tensor | None = None
-    """Of the step that is being sampled; None between steps and in trial runs, which have no
-    requests."""
+    """Hidden states of the step that is being sampled; None between steps and in trial runs, which
+    have no requests."""
     logits: Tensor | None = None
     """Before truncation, where a request of the step samples."""
     drafted: bool = True
-    """Whether the windows that come next are the draft's; vLLM fills them with zeros where a
+    """True if the windows that come next are the draft's; vLLM fills them with zeros where a
     request has outgrown the draft's context."""
 
     def sample_tokens(self, original: Callable[[Any], Any], grammar_output: Any) -> Any:
@@ -139,7 +139,7 @@ class Sampling:
 
 
 _deciding: list[Sampling] = []
-"""What decides on the step that is being sampled; one engine samples at a time in a process."""
+"""Decider of the step that is being sampled; one engine samples at a time in a process."""
 
 
 @contextmanager

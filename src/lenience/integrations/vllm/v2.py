@@ -53,7 +53,7 @@ SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
         ),
     ),
 )
-"""What is wrapped here, with its first parameters."""
+"""Wrapped functions with their first parameters."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Slots:
     of: dict[str, Any] = field(default_factory=dict)
     """Requests' sampling parameters."""
     totals: dict[str, int] = field(default_factory=dict)
-    """How many tokens each has in this step, its prompt's included."""
+    """Number of tokens that each has in this step, its prompt's included."""
 
     def __contains__(self, id: str) -> bool:
         return id in self.of
@@ -113,7 +113,7 @@ class Sampling:
     hidden: Tensor | None = None
     """[rows of logits, H]: of the step that is being sampled."""
     read: int = 0
-    """How many of its rows were decided on: large steps come in parts."""
+    """Number of its rows decided so far; large steps come in parts."""
     logits: Tensor | None = None
     """Before temperature and truncation, where a request of the part has any."""
 
