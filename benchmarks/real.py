@@ -40,6 +40,14 @@ ANSWERS = "1500"
 MINED = "500"
 COMPARED = "300"
 WINDOWS = ("4", "8", "16")
+CERTIFIED_WINDOW = "8"
+DROPS = ("0.01", "0.03")
+LENGTH = ("--max-new-tokens", "128")
+JUDGES: dict[str, list[str]] = {
+    "autojudge": [],
+    "mlp": ["--head", "mlp", "--tokens", "draft,previous"],
+}
+"""Judges by name, with the flags of their training: AutoJudge's head and ours."""
 RULES = (
     "exact",
     "topk:2",
@@ -69,6 +77,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Paths:
+    """Places of the inputs, and of everything that is made."""
+
     gguf: Path
     data: Path
     work: Path
@@ -81,88 +91,91 @@ class Paths:
         return ["--task", files, *fields, "--answer", "last-number"]
 
     @property
-    def pair(self) -> list[str]:
-        return ["--target", str(self.work / "target"), "--draft", str(self.draft)]
+    def target(self) -> list[str]:
+        return ["--target", str(self.work / "target")]
 
     @property
-    def draft(self) -> Path:
-        return self.work / "answers" / "model"
+    def draft(self) -> list[str]:
+        return ["--draft", str(self.answers / "model")]
+
+    @property
+    def answers(self) -> Path:
+        return self.work / "answers"
+
+    @property
+    def run(self) -> Path:
+        return self.work / "run"
+
+    def judge(self, name: str) -> Path:
+        return self.work / name
 
 
-def lenience(*argv: str) -> list[str]:
-    return [sys.executable, "-m", "lenience", *argv, "--json"]
+def lenience(*argv: object) -> list[str]:
+    """Return a command of the project."""
+    return [sys.executable, "-m", "lenience", *map(str, argv), "--json"]
 
 
 def steps(paths: Paths) -> list[Step]:
     """Return all steps in order."""
-    work = paths.work
-    answers = str(work / "answers")
-    run = str(work / "run")
+    return [*drafting(paths), *judging(paths), *strict(paths)]
+
+
+def drafting(paths: Paths) -> list[Step]:
+    """Return the steps from the GGUF file to a fine-tuned target with a draft."""
     source = ["--gguf", str(paths.gguf), "--data", str(paths.data / "mwp/train.jsonl")]
     adapter = ["--adapter", str(ADAPTER)] if ADAPTER.is_dir() else []
-    target = [sys.executable, str(HERE.parent / "studies/real_target.py"), *source]
-    alone = ["--target", str(work / "target")]
-    mined = ["--limit", MINED, "--max-new-tokens", "128"]
-    judges = {"autojudge": [], "mlp": ["--head", "mlp", "--tokens", "draft,previous"]}
-    fitted = [
-        Step(
-            f"judge {name}",
-            0.05,
-            lenience("fit", run, *flags, "--out", str(work / name)),
-        )
-        for name, flags in judges.items()
-    ]
-    rules = [*RULES, *(f"judge:{work / j}@recall={r}" for j in judges for r in RECALLS)]
-    compared = [flag for rule in rules for flag in ("--rule", rule)]
-    compared += [flag for window in WINDOWS for flag in ("--window", window)]
-    test = ["--limit", COMPARED, "--max-new-tokens", "128"]
-    certified = ["--rule", f"judge:{work / 'autojudge'}", "--split", "test"]
+    script = str(HERE.parent / "studies/real_target.py")
+    made = [sys.executable, script, *source, "--work", str(paths.work), *adapter]
+    asked = [*paths.target, *paths.task, *LENGTH, "--limit", ANSWERS]
+    cut = ("--layers", LAYERS, "--draft-vocab", VOCABULARY)
+    fit = ("fit", paths.answers, "--drafter")
+    mine = ("mine", "--answers-only", "--out", paths.answers)
     return [
-        Step("target", 0.7, [*target, "--work", str(work), *adapter]),
-        Step(
-            "answers",
-            0.2,
-            lenience(
-                *("mine", "--answers-only", "--out", answers, *alone, *paths.task),
-                *("--limit", ANSWERS, "--max-new-tokens", "128"),
-            ),
-        ),
-        Step(
-            "draft",
-            0.5,
-            lenience(
-                *("fit", answers, "--drafter", "model", "--layers", LAYERS),
-                *("--draft-vocab", VOCABULARY),
-            ),
-        ),
-        Step(
-            "mine",
-            0.5,
-            lenience("mine", "--out", run, *paths.pair, *paths.task, *mined),
-        ),
-        *fitted,
-        Step(
-            "compare",
-            1.0,
-            lenience(
-                "compare",
-                "--run",
-                run,
-                *compared,
-                *test,
-                "--out",
-                str(work / "compared"),
-            ),
-        ),
+        Step("target", 0.7, made),
+        Step("answers", 0.2, lenience(*mine, *asked)),
+        Step("draft", 0.5, lenience(*fit, "model", *cut)),
+        Step("eagle", 0.5, lenience(*fit, "eagle", "--draft-vocab", VOCABULARY)),
+    ]
+
+
+def judging(paths: Paths) -> list[Step]:
+    """Return the steps of mining, judges, the comparison of rules, and certificates."""
+    mined = [*paths.target, *paths.draft, *paths.task, *LENGTH, "--limit", MINED]
+    made = [
+        Step("mine", 0.5, lenience("mine", "--out", paths.run, *mined)),
         *(
             Step(
-                f"certify {drop}",
-                0.3,
-                lenience("certify", run, *certified, "--max-drop", drop),
+                f"judge {name}",
+                0.05,
+                lenience("fit", paths.run, *flags, "--out", paths.judge(name)),
             )
-            for drop in ("0.01", "0.03")
+            for name, flags in JUDGES.items()
         ),
     ]
+    rules = [*RULES]
+    for name in JUDGES:
+        rules += [f"judge:{paths.judge(name)}@recall={recall}" for recall in RECALLS]
+    asked = [flag for rule in rules for flag in ("--rule", rule)]
+    asked += [flag for window in WINDOWS for flag in ("--window", window)]
+    compare = ("compare", "--run", paths.run, "--out", paths.work / "compared")
+    made.append(
+        Step("compare", 1.0, lenience(*compare, *asked, *LENGTH, "--limit", COMPARED))
+    )
+    rule = ("--rule", f"judge:{paths.judge('autojudge')}", "--split", "test")
+    certify = ("certify", paths.run, *rule, "--window", CERTIFIED_WINDOW)
+    for drop in DROPS:
+        argv = lenience(*certify, "--max-drop", drop)
+        made.append(Step(f"certify {drop}", 0.3, argv))
+    return made
+
+
+def strict(paths: Paths) -> list[Step]:
+    """Return the steps of strict drafters on Spec-Bench, with the model as it is and with the
+    fine-tuned one."""
+    script = str(HERE / "real_strict.py")
+    questions = str(paths.data / "spec_bench/question.jsonl")
+    argv = [sys.executable, script, str(paths.gguf), questions]
+    return [Step("strict", 1.5, [*argv, str(paths.work / "strict.jsonl")])]
 
 
 def write_test(paths: Paths) -> None:
