@@ -91,7 +91,7 @@ def test_training_that_is_stopped_goes_on_and_ends_the_same(
     whole = fit_to_answers(llama, answers, plan)
 
     def stopping(what: str, done: float, total: float) -> None:
-        if what == "fitting model" and done == 2:
+        if what == "training model" and done == 2:
             raise KeyboardInterrupt
 
     again, seen = replace(plan, out=tmp_path / "again"), []
@@ -99,7 +99,7 @@ def test_training_that_is_stopped_goes_on_and_ends_the_same(
         fit_to_answers(llama, answers, again, stopping)
     resumed = fit_to_answers(
         llama, answers, again,
-        lambda what, done, total: seen.append(done) if what == "fitting model" else None,
+        lambda what, done, total: seen.append(done) if what == "training model" else None,
     )  # fmt: skip
     assert seen == [2, 3]
     for name, weight in resumed.model.state_dict().items():

@@ -337,7 +337,7 @@ def test_a_checkpoint_of_another_kind_is_refused(llama: Pair, tmp_path: Path) ->
         saved | {"layers.0.self_attn.q_norm.weight": torch.ones(8)},
         folder / "model.safetensors",
     )
-    refused(f"eagle:{folder}", "q_norm.weight, which no layer of Llama's kind has")
+    refused(f"eagle:{folder}", "q_norm.weight, which Llama layers lack")
     save_file(saved | {"d2t": saved["d2t"] + 40}, folder / "model.safetensors")
     refused(
         f"eagle:{folder}", f"predicts 8[0-9] tokens, and the target has {VOCABULARY}"

@@ -18,7 +18,8 @@ from lenience.core.progress import Progress, silent
 from lenience.decoding.pair import Pair
 from lenience.drafting.self_draft import take_apart
 from lenience.models.lm import LM, save_model
-from lenience.models.vocabulary import restrict
+from lenience.models.memory import free_bytes
+from lenience.models.vocabulary import restrict, vocabulary_of
 from lenience.runs.uses import ALIGNED
 from lenience.training.trainer import Answer, batches, by_length
 
@@ -31,6 +32,8 @@ ROWS = 32
 LEARNING_RATE = 3e-4
 WIDTH = 320
 """The first epoch's rate of a draft of this width; a wider one has less in proportion."""
+KEPT_SHARE = 0.25
+"""Share of the free memory that the target's logits may take."""
 CHOICE_ANSWERS = 16
 """Number of answers on which the layers of a cut draft are chosen."""
 WINDOW = 8
@@ -113,8 +116,8 @@ def choose_layers(
 
 
 class DistillFit:
-    """A copy of a pair's draft that learns, in float32. The target's distributions are read again
-    in each epoch, as all of them would take much memory."""
+    """A copy of a pair's draft that learns, in float32. The target's logits along its own answers
+    are computed once if memory has room for them, and else in each epoch."""
 
     def __init__(
         self,
@@ -141,12 +144,16 @@ class DistillFit:
         self.pair = Pair(pair.target, self.student, pair.name)
         self.weights = dict(model.named_parameters())
         self.rate = LEARNING_RATE * min(1.0, WIDTH / draft.hidden_size)
+        self.tokens = vocabulary_of(model)
+        """Draft vocabulary [N]; None for the whole one."""
+        self._kept: dict[int, Tensor] | None = {} if self._have_room() else None
+        """Target's logits of the learned tokens in half precision, by batch."""
         self.before = self._measured()
 
     def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
         answers = self._sampled(number) if self.how == "on-policy" else self.answers
         for batch in batches(answers, BATCH, self.seed + 1000 * number):
-            target, draft = self._read(batch)
+            target, draft = self._learned(batch)
             if self.only_rejected:
                 rejected = target.argmax(-1) != draft.argmax(-1)
                 target = target[rejected]
@@ -185,8 +192,29 @@ class DistillFit:
         )
         return by_length([(prompt, out.tokens) for prompt, out in zip(prompts, outs)])
 
-    def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
-        return _read_along(self.target, self.student, batch)
+    def _have_room(self) -> bool:
+        """Return whether memory has room for the target's logits along all answers."""
+        if self.how == "on-policy":  # the draft's answers are new in each epoch
+            return False
+        width = self.target.vocab_size if self.tokens is None else len(self.tokens)
+        positions = sum(len(answer) for _, answer in self.answers)
+        free = free_bytes(torch.device("cpu"))
+        return free is not None and 2 * width * positions <= KEPT_SHARE * free
+
+    def _learned(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
+        """Return logits [n, N] of the target and of the draft along some answers, of the tokens
+        that the draft can predict."""
+        asked = _Asked.of(batch)
+        width = min(self.target.vocab_size, self.student.vocab_size)
+        learned = torch.arange(width) if self.tokens is None else self.tokens
+        kept = None if self._kept is None else self._kept.get(id(batch[0]))
+        if kept is None:
+            with torch.no_grad():
+                kept = _logits(self.target, asked)[:, learned].half().cpu()
+            if self._kept is not None:
+                self._kept[id(batch[0])] = kept
+        draft = _logits(self.student, asked)[:, learned.to(self.student.device)]
+        return kept.to(draft), draft
 
     @torch.no_grad()
     def _measured(self) -> dict[str, float]:
@@ -199,7 +227,7 @@ class DistillFit:
         kept = 0.0
         places = 0
         for answer in self.held_out:
-            target, draft = self._read([answer])
+            target, draft = _read_along(self.target, self.student, [answer])
             both = torch.minimum(target.softmax(-1), draft.softmax(-1))
             same = target.argmax(-1) == draft.argmax(-1)
             accepted = accepted + float(both.sum())
@@ -219,33 +247,43 @@ def _read_along(
 ) -> tuple[Tensor, Tensor]:
     """Return logits [n, V] of the target and of the draft at each position of some answers, of the
     tokens that both models have."""
-    sequences = [prompt + answer for prompt, answer in batch]
-    longest = max(map(len, sequences))
-    ids = torch.tensor(
-        [sequence + [0] * (longest - len(sequence)) for sequence in sequences]
-    )
-    places = torch.arange(longest - 1)
-    first = torch.tensor([len(prompt) - 1 for prompt, _ in batch])[:, None]
-    last = torch.tensor([len(sequence) - 1 for sequence in sequences])[:, None]
-    asked = (places >= first) & (places < last)  # [B, T - 1]
+    asked = _Asked.of(batch)
     width = min(target.vocab_size, student.vocab_size)
     with torch.no_grad():
-        ours = _logits(target, ids, asked, width)
-    return ours.to(student.device), _logits(student, ids, asked, width)
+        ours = _logits(target, asked)[:, :width]
+    return ours.to(student.device), _logits(student, asked)[:, :width]
 
 
-def _logits(lm: LM, ids: Tensor, asked: Tensor, width: int) -> Tensor:
-    """Return [n, V] in float32, where they are asked for; texts that stand before padding do not
+@dataclass(frozen=True)
+class _Asked:
+    """Answers as a padded batch."""
+
+    ids: Tensor
+    """[B, T]: tokens of prompts with their answers, padded behind."""
+    positions: Tensor
+    """[B, T - 1] bool: positions whose next token belongs to an answer."""
+
+    @classmethod
+    def of(cls, batch: Sequence[Answer]) -> _Asked:
+        sequences = [prompt + answer for prompt, answer in batch]
+        longest = max(map(len, sequences))
+        ids = [sequence + [0] * (longest - len(sequence)) for sequence in sequences]
+        places = torch.arange(longest - 1)
+        first = torch.tensor([len(prompt) - 1 for prompt, _ in batch])[:, None]
+        last = torch.tensor([len(sequence) - 1 for sequence in sequences])[:, None]
+        return cls(torch.tensor(ids), (places >= first) & (places < last))
+
+
+def _logits(lm: LM, asked: _Asked) -> Tensor:
+    """Return logits [n, V] in float32 at the positions asked for. Texts in front of padding do not
     see it."""
-    logits = lm.model(input_ids=ids.to(lm.device), use_cache=False).logits[
-        :, :-1, :width
-    ]
-    return logits[asked.to(lm.device)].float()
+    ids = asked.ids.to(lm.device)
+    logits = lm.model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return logits[asked.positions.to(lm.device)].float()
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return [n]: KL(p ‖ q) of logits [n, V], over the tokens that both may predict: what lies
-    outside a draft vocabulary has no gradient."""
+    """Return [n]: KL(p ‖ q) of logits [n, V], over the tokens that both can predict."""
     p = p.log_softmax(-1)
     q = q.log_softmax(-1)
     both = (p > -torch.inf) & (q > -torch.inf)
