@@ -209,6 +209,7 @@ def _certificate(
         tried=tuple(itertools.chain.from_iterable(outcome.tried)),
         lost=tuple(on.lost_samples(setting, shown.n)),
         grading=on.task.grading,
+        noise=None if on.pair.noise is None else dict(on.pair.noise),
         reason=None if best else _reason(config, shown),
         needed=None if best else _needed(on, setting, shown),
         decoded=on.decoded,

@@ -59,9 +59,9 @@ class Models:
     compile: bool | None = None
     """Export the models for ONNX Runtime and keep the exports. Default: if the work is long and the
     models are small."""
-    engine: Literal["lenience", "vllm"] = "lenience"
-    """Engine that runs the models: lenience's own loop, or vLLM with the rules inside it
-    (docs/vllm.md)."""
+    engine: Literal["lenience", "vllm", "openai"] = "lenience"
+    """Engine that runs the models: lenience's own loop, vLLM with the rules inside it
+    (docs/vllm.md), or servers with OpenAI's API (--reference)."""
     engine_arg: Annotated[
         tuple[str, ...], Parameter(negative="", show_default=False)
     ] = ()
@@ -71,6 +71,8 @@ class Models:
         """Load the pair. `tokens` is about how many new tokens will be decoded, from which it
         follows whether exporting the models pays. Raises InputError if a draft is needed and none
         is named."""
+        if self.engine == "openai":
+            raise InputError("--engine openai: name a server (--reference)")
         if self.target is not None and self.draft is None and needs_draft:
             raise InputError(
                 "--draft: name a draft model, or a --drafter that needs none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lenience.cli.choices import (
     MANY,
@@ -13,8 +14,9 @@ from lenience.cli.choices import (
     fitting,
     known_run,
     models_of,
+    remember,
 )
-from lenience.cli.console import print_json, say
+from lenience.cli.console import print_json, say, with_bars
 from lenience.cli.options import (
     AuditFlags,
     CertifyDecoding,
@@ -29,8 +31,16 @@ from lenience.cli.options import (
     given,
     needs_draft,
 )
+from lenience.cli.servers import FLOOR, STORE, Servers, print_floor, print_speeds
 from lenience.cli.steps import audit_run, certify_run, compare_run, plan_run, tune_run
 from lenience.cli.tables import print_grades
+from lenience.core.errors import RunError
+
+if TYPE_CHECKING:
+    from lenience.certification.question import CertifyConfig
+    from lenience.decoding.pair import Pair
+    from lenience.evaluation.compare import CompareConfig
+    from lenience.tasks import Task
 
 
 def compare(
@@ -40,6 +50,7 @@ def compare(
     decoding: CompareDecoding | None = None,
     choice: TaskChoice | None = None,
     models: Models | None = None,
+    servers: Servers | None = None,
     json: Json = False,
 ) -> None:
     """Compare acceptance rules or whole decoders on a task's test samples: quality and speed with
@@ -51,6 +62,11 @@ def compare(
         Run folder whose models and task are used unless flags name others.
     """
     flags = flags or CompareFlags()
+    servers = servers or Servers()
+    if models is not None and models.engine == "openai" and not servers.named:
+        models.load()  # raises
+    if servers.named:
+        flags.setting = (*flags.setting, *servers.settings())
     config = flags.config(given(decoding))
     if flags.out is not None:
         check_folder(flags.out)
@@ -60,11 +76,15 @@ def compare(
         choice = choice_of(known_run(run), choice)
         models = models_of(run, models)
     task = choice.load()
-    drafts = any(map(needs_draft, config.decodings()))
-    answers = len(config.decodings()) * (config.limit or MANY)
-    pair = models.load(answers * expected_tokens(config.options, task), drafts)
+    if servers.named:
+        pair = servers.pair(models, flags.out and flags.out / STORE)
+    else:
+        drafts = any(map(needs_draft, config.decodings()))
+        answers = len(config.decodings()) * (config.limit or MANY)
+        pair = models.load(answers * expected_tokens(config.options, task), drafts)
     with fitting(pair, task, choice) as fits:
         frontier = compare_run(pair, fits, config, flags.out)
+    speeds = _time_servers(servers, pair, task, config) if servers.named else []
     if flags.out is not None:
         from lenience.evaluation.pages import write_report
         from lenience.evaluation.plots import no_figures
@@ -74,7 +94,28 @@ def compare(
         say(f"report: {report}   {no_figures()}".rstrip())
     if json:
         whole = frontier.to_json()
-        print_json({key: value for key, value in whole.items() if key != "examples"})
+        kept = {key: value for key, value in whole.items() if key != "examples"}
+        print_json({**kept, "endpoints": speeds} if speeds else kept)
+
+
+def _time_servers(
+    servers: Servers, pair: Pair, task: Task, config: CompareConfig
+) -> list[dict[str, Any]]:
+    """Measure and print the speed of servers at the concurrency that was asked for."""
+    from lenience.integrations.endpoints.pair import ServedPair
+    from lenience.integrations.endpoints.speed import measure_speeds
+    from lenience.runs.answers import for_task
+    from lenience.tasks import take
+
+    served: Any = pair
+    assert isinstance(served, ServedPair)
+    samples = take(task, "test", min(config.timed, config.limit or config.timed))
+    decoder = for_task(config.shared, config.options, task)
+    prompts = [sample.prompt for sample in samples]
+    speeds = with_bars(measure_speeds, served, prompts, decoder, rounds=config.repeats)
+    print_speeds(speeds)
+    servers.say_used(served)
+    return [speed.to_json() for speed in speeds]
 
 
 def grade(
@@ -127,6 +168,7 @@ def certify(
     decoding: CertifyDecoding | None = None,
     choice: TaskChoice | None = None,
     models: Models | None = None,
+    servers: Servers | None = None,
     json: Json = False,
 ) -> None:
     """Certify the most lenient setting of a rule whose loss is at most --max-drop with the given
@@ -141,23 +183,54 @@ def certify(
 
     flags = flags or CertifyFlags()
     check_limit(flags.limit)
+    servers = servers or Servers()
+    if servers.named:
+        flags.serve(servers.settings())
     config = flags.config(run, given(decoding))
     choice = choice_of(run, choice or TaskChoice())
     task = choice.load()
-    drafts = needs_draft(decoder_of(given(decoding)))
     if config.split not in ("train", "test"):
         # raises where there is none, before the models are loaded
         take(task, config.split, 1)
     answers = flags.pilot if flags.plan else config.num_prompts()
-    tokens = 2 * answers * expected_tokens(config.options, task)
-    pair = models_of(run, models).load(tokens, drafts)
+    if servers.named:
+        pair = _served(servers, models or Models(), run, config, task)
+        remember(run, Models(), choice)
+    else:
+        drafts = needs_draft(decoder_of(given(decoding)))
+        tokens = 2 * answers * expected_tokens(config.options, task)
+        pair = models_of(run, models).load(tokens, drafts)
     with fitting(pair, task, choice) as fits:
         if flags.plan:
             outcome = plan_run(pair, fits, run, config, flags.pilot).to_json()
         else:
             outcome = certify_run(pair, fits, run, config).to_json()
+    if servers.named:
+        servers.say_used(pair)
     if json:
         print_json({"run": str(run), **outcome})
+    if flags.fail_if_not_certified and not flags.plan and not outcome["certified"]:
+        raise RunError(f"{run}: nothing is certified ({outcome['reason']})")
+
+
+def _served(
+    servers: Servers, models: Models, run: Path, config: CertifyConfig, task: Task
+) -> Pair:
+    """Return servers in the role of a pair. Prints the largest cost of a certificate, and how often
+    the reference differs from itself."""
+    from lenience.runs.answers import for_task
+    from lenience.tasks import take
+
+    check_folder(run)
+    run.mkdir(parents=True, exist_ok=True)
+    pair = servers.pair(models, run / STORE)
+    samples = take(task, config.split, FLOOR)
+    servers.say_plan(config.num_prompts(), task, samples)
+    alone = for_task(config.decoder, config.options, task).with_options(
+        {"rule": "target", "window": 0}
+    )
+    pair.noise = print_floor(pair, task, samples, alone)
+    return pair
 
 
 def tune(
@@ -203,6 +276,7 @@ def audit(
     flags: AuditFlags | None = None,
     choice: TaskChoice | None = None,
     models: Models | None = None,
+    servers: Servers | None = None,
     json: Json = False,
 ) -> None:
     """Check a certificate on live prompts: answer a random share of them with the certified rule
@@ -231,7 +305,10 @@ def audit(
         share=flags.share, confidence=flags.confidence, seed=flags.seed
     )
     config.check()
-    pair = models_of(run, models).load(len(rows) * expected_tokens({}, task))
+    if servers is not None and servers.named:
+        pair = servers.pair(models or Models(), run / STORE)
+    else:
+        pair = models_of(run, models).load(len(rows) * expected_tokens({}, task))
     state = audit_run(pair, task, run, rows, config, batch_size=flags.batch_size)
     if json:
         print_json({"run": str(run), **vars(state)})

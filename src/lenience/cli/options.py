@@ -262,17 +262,33 @@ class QuestionFlags:
     """File with the ids of the prompts to use, one per line."""
     split: str = "train"
     """Split of the task that prompts are drawn from."""
+    each: Flag = False
+    """Test every candidate server as a question of its own, with a shared error budget. Default: a
+    ladder in the order given, which ends at the first that does not pass."""
     allow_weak_target: Flag = False
     """Certify although the target is right on fewer than ten times --max-drop of the prompts, where
     any decoder can lose little."""
+
+    def __post_init__(self) -> None:
+        self._chains: tuple[tuple[str, ...], ...] = ()
+
+    def serve(self, settings: tuple[str, ...]) -> None:
+        """Ask about servers, by their settings."""
+        if self.rule or self.threshold:
+            raise InputError("--rule, --threshold: cannot be combined with --candidate")
+        self._chains = tuple((one,) for one in settings) if self.each else (settings,)
 
     def question(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
         """Return the question. Raises InputError for what is wrong with it, before models are
         loaded."""
         from lenience.certification.question import CertifyConfig
 
+        rules = self.rule
+        if not rules and not self._chains:
+            rules = (judge_of(run),)
         config = CertifyConfig(
-            rules=self.rule or (judge_of(run),),
+            rules=rules,
+            settings=self._chains,
             max_drop=self.max_drop,
             confidence=self.confidence,
             loss=self.loss,
@@ -298,6 +314,8 @@ class CertifyFlags(QuestionFlags):
     nothing."""
     pilot: int = 40
     """Number of prompts in the pilot; they are used up."""
+    fail_if_not_certified: Flag = False
+    """End with exit status 1 if nothing is certified."""
 
     def config(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
         """Return the question. Raises InputError for what is wrong with it, before models are

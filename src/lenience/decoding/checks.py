@@ -11,6 +11,7 @@ from lenience.drafting.trees.shapes import LARGEST
 from lenience.heads.head import shown_layers
 from lenience.models.lm import LM
 from lenience.models.session import check_trees
+from lenience.rules.baselines import served
 from lenience.rules.lossless import is_lossless, refuse_forbidden, refuse_lossy
 
 
@@ -32,6 +33,10 @@ def check_decoder(
     drafter is not for these models or this temperature."""
     if decoder.alone == "draft":
         draft_of(models, "rule draft")
+    if served(decoder.rule) is not None:
+        raise InputError(
+            f"rule {decoder.rule}: is a server's; name it with --reference and --candidate"
+        )
     if decoder.proposer is not None:
         _check_together(decoder, models, fingerprints)
     _check_fit(decoder, models, fingerprints)

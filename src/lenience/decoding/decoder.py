@@ -33,7 +33,7 @@ from lenience.drafting.stops import Fixed, Gate, Stop
 from lenience.drafting.trees.shapes import Chain, Tree
 from lenience.models.lm import LAST
 from lenience.rules.base import Term
-from lenience.rules.baselines import BASELINES, Baseline
+from lenience.rules.baselines import Baseline, is_baseline
 from lenience.rules.combine import AnyOf, as_rule
 from lenience.rules.parsing import parse_rule
 from lenience.rules.strict import Exact
@@ -193,8 +193,8 @@ class Decoder(PlainOptions):
 
     @property
     def alone(self) -> str | None:
-        """Return the role of the model that decodes alone; None where drafted tokens are
-        verified."""
+        """Return the role of the model that decodes alone, or the server's name; None if drafted
+        tokens are verified."""
         return self.rule.role if isinstance(self.rule, Baseline) else None
 
     @property
@@ -273,13 +273,11 @@ class Decoder(PlainOptions):
 
 
 def read_rule(rule: object) -> Rule:
-    """Return a rule from its spec, or the baseline target or draft; a rule object as it is. Raises
-    InputError that names what is wrong."""
+    """Return a rule from its spec, or the baseline target, draft or served:NAME; a rule object is
+    returned as it is. Raises InputError for a wrong spec."""
     if isinstance(rule, Baseline):
         return rule
-    return (
-        Baseline(cast(Any, rule)) if rule in BASELINES else parse_rule(cast(Any, rule))
-    )
+    return Baseline(str(rule)) if is_baseline(rule) else parse_rule(cast(Any, rule))
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

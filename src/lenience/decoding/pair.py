@@ -80,6 +80,9 @@ class Pair:
     engine_name = OWN
     """Engine that runs the models: lenience's own loop, or another engine with its version."""
 
+    noise: Mapping[str, int] | None = None
+    """Differences between two answers of a reference server to the same greedy requests."""
+
     def __init__(self, target: LM, draft: LM | None, name: str):
         self.target = target
         self.draft = draft

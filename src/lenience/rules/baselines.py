@@ -1,10 +1,9 @@
-"""One of the models alone, in place of a rule."""
+"""One of the models alone, or a server, in place of a rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from lenience.core.context import Context
 from lenience.core.protocols import Rule
@@ -14,13 +13,16 @@ from lenience.rules.strict import Exact
 
 BASELINES = ("target", "draft")
 """Names of the models that may decode alone."""
+SERVED = "served:"
+"""Beginning of the name of an endpoint that decodes, see `lenience.integrations.endpoints`."""
 
 
 @dataclass(frozen=True)
 class Baseline(Rule):
-    """Decode with one model alone: nothing is drafted, and each token is its own."""
+    """Decode with one model alone, or let a server decode: nothing is drafted here."""
 
-    role: Literal["target", "draft"]
+    role: str
+    """Role "target" or "draft", or the name of an endpoint, "served:NAME"."""
 
     @property
     def goes_on_as_target(self) -> bool:
@@ -36,3 +38,14 @@ class Baseline(Rule):
 
     def __str__(self) -> str:
         return self.role
+
+
+def is_baseline(rule: object) -> bool:
+    """Return whether a rule's text names a model or a server."""
+    return rule in BASELINES or (isinstance(rule, str) and rule.startswith(SERVED))
+
+
+def served(rule: Rule) -> str | None:
+    """Return the name of the endpoint that a rule stands for; None for another rule."""
+    role = rule.role if isinstance(rule, Baseline) else ""
+    return role.removeprefix(SERVED) if role.startswith(SERVED) else None

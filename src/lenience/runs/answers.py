@@ -169,12 +169,14 @@ class Answers:
         """Put what was scored into the journal."""
         out = decoded.out
         trace: list[tuple[str, str, float | None]] | None = None
-        if traced:
+        if traced and out.trace:
             texts = pieces(self.pair.target, out.tokens)
             trace = [
                 (text, entry.origin, entry.score)
                 for text, entry in zip(texts, out.trace)
             ]
+        elif traced:  # a server's answer has no tokens here
+            trace = [(out.text, "correction", None)]
         answer = Answer(
             id=decoded.sample.id,
             rule=str(decoder.rule),

@@ -152,6 +152,9 @@ class Certificate(Record):
     """The prompts on which quality was lost, with both answers."""
     grading: dict[str, int] | None = None
     """Counts of a grader's judgements, see `lenience.tasks.grader.GradingCounts`."""
+    noise: dict[str, int] | None = None
+    """Prompts that a reference server answered twice, and the numbers of other texts and of other
+    answers among them."""
     reason: str | None = None
     """Why nothing is certified."""
     needed: int | None = None

@@ -1,0 +1,174 @@
+"""Endpoints on the command line: a reference and candidates in place of a pair's models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from cyclopts import Group, Parameter
+
+from lenience.cli.choices import Models
+from lenience.cli.console import say, screen
+from lenience.core.errors import InputError
+
+if TYPE_CHECKING:
+    from lenience.decoding.pair import Pair
+    from lenience.integrations.endpoints.speed import EndpointSpeed
+    from lenience.tasks import Sample, Task
+
+STORE = "requests.jsonl"
+"""File of a run's answers from servers."""
+MILLION = 1_000_000
+FLOOR = 20
+"""Number of prompts that the reference answers twice."""
+Several = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
+
+
+@Parameter(name="*", group=Group("Servers", sort_key=3))
+@dataclass
+class Servers:
+    reference: str | None = None
+    """Server with OpenAI's API that stands for the target: URL, or 'URL; model=…; body={…};
+    name=…; api=completions; key-env=VAR; key-file=PATH'. Implies --engine openai."""
+    candidate: Several = ()
+    """Server to compare with the reference, written like --reference; may be repeated, the most
+    cautious first. The same URL may be given again with another body."""
+    in_flight: int = 32
+    """Largest number of requests sent to a server at once."""
+    claim: Several = ()
+    """Fact about the servers that they do not report, such as 'vLLM 0.33, fly, eps 0.3'; it is
+    printed on the certificate as your word."""
+    price: str | None = None
+    """Prices per million tokens, PROMPT,COMPLETION, to print the cost."""
+
+    @property
+    def named(self) -> bool:
+        return self.reference is not None or bool(self.candidate)
+
+    def pair(self, models: Models, store: Path | None, candidates: bool = True) -> Pair:
+        """Return the endpoints in the role of a pair. Raises InputError for a missing or wrong
+        endpoint."""
+        from lenience.integrations.endpoints.endpoint import Endpoint
+        from lenience.integrations.endpoints.pair import ServedOptions, ServedPair
+
+        self.check(candidates)
+        assert self.reference is not None
+        if self.in_flight < 1:
+            raise InputError(f"--in-flight {self.in_flight}: must be 1 or more")
+        self.prices()
+        given = {"--target": models.target, "--draft": models.draft}
+        for flag, name in given.items():
+            if name is not None:
+                raise InputError(f"{flag}: cannot be combined with --reference")
+        reference = Endpoint.parse(self.reference, "--reference", "reference")
+        others = [
+            Endpoint.parse(text, "--candidate", f"candidate-{number}")
+            for number, text in enumerate(self.candidate, 1)
+        ]
+        options = ServedOptions(self.in_flight, models.system, store, self.claim)
+        with screen.status("asking the servers"):
+            return cast("Pair", ServedPair(reference, others, options))
+
+    def check(self, candidates: bool = True) -> None:
+        """Raise InputError if the reference or the candidates are missing."""
+        if self.reference is None:
+            raise InputError(
+                "--candidate: needs --reference, the server to compare with"
+            )
+        if candidates and not self.candidate:
+            raise InputError("--reference: needs --candidate, the server to compare")
+
+    def settings(self) -> tuple[str, ...]:
+        """Return the candidates as settings, in their order."""
+        from lenience.integrations.endpoints.endpoint import Endpoint
+        from lenience.rules.baselines import SERVED
+
+        self.check()
+        return tuple(
+            f"{SERVED}{Endpoint.parse(text, '--candidate', f'candidate-{n}').name}; window=0"
+            for n, text in enumerate(self.candidate, 1)
+        )
+
+    def prices(self) -> tuple[float, float] | None:
+        """Return the prices of a prompt's and of an answer's token."""
+        if self.price is None:
+            return None
+        try:
+            prompt, answer = (float(part) for part in self.price.split(","))
+        except ValueError:
+            raise InputError(
+                f"--price {self.price}: write PROMPT,COMPLETION, such as 0.15,0.60"
+            ) from None
+        return prompt / MILLION, answer / MILLION
+
+    def say_plan(self, prompts: int, task: Task, samples: list[Sample]) -> None:
+        """Print the most that a run can ask for."""
+        answers = prompts * (1 + len(self.candidate))
+        text = sum(len(str(sample.prompt)) for sample in samples) / max(1, len(samples))
+        read = round(answers * text / 4)
+        written = answers * task.max_new_tokens
+        cost = self._cost(read, written)
+        say(
+            f"at most {answers:,} requests, about {read:,} prompt tokens and at most "
+            f"{written:,} new tokens{cost}"
+        )
+
+    def say_used(self, pair: Any) -> None:
+        """Print what a run asked for."""
+        usage = pair.client.usage
+        cost = self._cost(usage.prompt_tokens, usage.completion_tokens)
+        retries = pair.client.retries
+        again = f", {retries} sent again" if retries else ""
+        say(
+            f"{usage.requests:,} requests{again}: {usage.prompt_tokens:,} prompt tokens, "
+            f"{usage.completion_tokens:,} new tokens{cost}"
+        )
+
+    def _cost(self, read: int, written: int) -> str:
+        prices = self.prices()
+        if prices is None:
+            return ""
+        return f", {read * prices[0] + written * prices[1]:.2f} at --price"
+
+
+def print_floor(
+    pair: Any, task: Task, samples: list[Sample], decoder: Any
+) -> dict[str, Any]:
+    """Measure and print how often the reference differs from itself."""
+    with screen.status("the reference against itself"):
+        both = pair.floor([sample.prompt for sample in samples], decoder)
+    texts = sum(a != b for a, b in both)
+    answers = sum(
+        a != b
+        and task.same(task.answer(a, sample), task.answer(b, sample), sample)
+        is not True
+        for (a, b), sample in zip(both, samples)
+    )
+    say(
+        f"the reference against itself on {len(both)} prompts: {texts} other texts, {answers} "
+        "other answers; losses of this size are the server's own"
+    )
+    return {"n": len(both), "other_texts": texts, "other_answers": answers}
+
+
+def print_speeds(speeds: list[EndpointSpeed]) -> None:
+    """Print the speed of each endpoint."""
+    from rich.table import Table
+
+    table = Table("endpoint", title=f"{speeds[0].in_flight} requests at once, in turns")
+    for column in ("tokens/s", "first token, ms", "between tokens, ms"):
+        table.add_column(column, justify="right")
+    for speed in speeds:
+        table.add_row(
+            speed.name,
+            _interval(speed.tokens_per_second, 1),
+            _interval(speed.first_token, 1000),
+            _interval(speed.between_tokens, 1000),
+        )
+    screen.print(table)
+
+
+def _interval(figure: tuple[float, float, float], scale: float) -> str:
+    middle, low, high = (scale * part for part in figure)
+    return f"{middle:.0f} ({low:.0f}–{high:.0f})"

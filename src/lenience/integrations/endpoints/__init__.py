@@ -1,0 +1,1 @@
+"""Servers with OpenAI's API as an engine: a reference and candidates that are compared with it."""

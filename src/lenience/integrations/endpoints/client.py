@@ -1,0 +1,460 @@
+"""Requests to endpoints: many in flight, retried, and kept, so that nothing is asked twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import httpx2
+
+from lenience.core.errors import InputError, RunError, first_line
+from lenience.core.files import digest
+from lenience.integrations.endpoints.endpoint import APIS, Endpoint
+from lenience.runs.journal import Journal
+
+ATTEMPTS = 8
+"""Number of attempts of a request that a server answers with an error."""
+FIRST_WAIT = 0.5
+LONGEST_WAIT = 30.0
+"""Seconds before the second attempt, which double, and their maximum."""
+OUTAGE = 300.0
+"""Seconds for which a server may be unreachable before a run ends."""
+TIMEOUT = 600.0
+"""Seconds for one answer."""
+CONNECT = 10.0
+"""Seconds for a connection."""
+BUSY = (408, 429, 500, 502, 503, 504)
+"""Statuses after which a request is sent again."""
+SLOWER = 4.0
+"""Factor of the best latency per token from which fewer requests are kept in flight."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to be answered."""
+
+    endpoint: Endpoint
+    body: Mapping[str, Any]
+    kept_as: str = ""
+    """Key of its answer in the store; "" to ask anew."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An endpoint's answer to a request."""
+
+    text: str
+    finish: str
+    model: str
+    prompt_tokens: int
+    completion_tokens: int
+    passes: int | None = None
+    """Number of target passes, if the server reports it."""
+    seconds: float = 0.0
+    first_token: float | None = None
+    """Seconds to the first token of a stream."""
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self)
+
+
+class Store:
+    """Answers by the content of their requests, in a JSONL file."""
+
+    def __init__(self, path: Path | None):
+        self._journal = None if path is None else Journal(path)
+        self._known: dict[str, Reply] = {}
+        for record in self._journal.resume() if self._journal else ():
+            self._known[record["key"]] = Reply(**record["reply"])
+
+    def get(self, key: str) -> Reply | None:
+        return self._known.get(key)
+
+    def add(self, key: str, reply: Reply) -> None:
+        if not key:
+            return
+        self._known[key] = reply
+        if self._journal:
+            self._journal.write({"key": key, "reply": reply.to_json()})
+
+
+@dataclass
+class Usage:
+    """Tokens that were paid for."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, reply: Reply) -> None:
+        self.requests += 1
+        self.prompt_tokens += reply.prompt_tokens
+        self.completion_tokens += reply.completion_tokens
+
+
+@dataclass
+class Flow:
+    """How many requests an endpoint is sent at once: one more after as many answers as are in
+    flight, half as many after an error of load or where answers become slow."""
+
+    most: int
+    allowed: float = 0.0
+    running: int = 0
+    best: float = float("inf")
+    """Lowest seconds per token so far."""
+    down_since: float | None = None
+    """Time from which the server was unreachable; None while it answers."""
+    free: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def __post_init__(self) -> None:
+        self.allowed = float(self.most)
+
+    async def __aenter__(self) -> None:
+        async with self.free:
+            await self.free.wait_for(lambda: self.running < max(1, int(self.allowed)))
+            self.running += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        async with self.free:
+            self.running -= 1
+            self.free.notify_all()
+
+    def answered(self, seconds: float, tokens: int) -> None:
+        """Take note of an answer."""
+        self.down_since = None
+        each = seconds / max(1, tokens)
+        self.best = min(self.best, each)
+        if each > SLOWER * self.best and self.allowed > self.most / 2:
+            self.allowed = max(1.0, self.allowed - 0.5)
+        else:
+            self.allowed = min(float(self.most), self.allowed + 1 / self.allowed)
+
+    def refused(self) -> None:
+        """Take note of an error of load."""
+        self.allowed = max(1.0, self.allowed / 2)
+
+
+class Client:
+    """Sends requests to endpoints. Keys go into headers alone."""
+
+    def __init__(
+        self,
+        in_flight: int = 32,
+        store: Path | None = None,
+        *,
+        outage: float = OUTAGE,
+        first_wait: float = FIRST_WAIT,
+    ):
+        self.in_flight = in_flight
+        self.store = Store(store)
+        self.usage = Usage()
+        self.retries = 0
+        self._outage = outage
+        self._first_wait = first_wait
+        self._models: dict[Endpoint, str] = {}
+
+    def run(self, calls: Sequence[Call]) -> Iterator[tuple[int, Reply]]:
+        """Yield each reply with its call's number, as soon as it is there. Known ones come first.
+        Raises InputError for a request that a server refuses, RunError for a server that stays
+        unreachable, keeps failing, or answers with another model."""
+        left: list[int] = []
+        for number, call in enumerate(calls):
+            known = self.store.get(call.kept_as)
+            if known is None:
+                left.append(number)
+            else:
+                yield number, known
+        if not left:
+            return
+        done = SimpleQueue[tuple[int, Reply] | Exception | None]()
+        stop = threading.Event()
+        worker = threading.Thread(
+            target=self._serve, args=(calls, left, done, stop), daemon=True
+        )
+        worker.start()
+        try:
+            while (found := done.get()) is not None:
+                if isinstance(found, Exception):
+                    raise found
+                number, reply = found
+                self.usage.add(reply)
+                self.store.add(calls[number].kept_as, reply)
+                yield number, reply
+        finally:
+            stop.set()
+            worker.join(timeout=2)
+
+    def ask(self, endpoint: Endpoint, path: str) -> Any:
+        """Return the JSON below an address; None if the server has none there. Raises InputError
+        for a server that is not there or refuses the key."""
+        try:
+            with httpx2.Client(timeout=CONNECT, headers=_headers(endpoint)) as client:
+                response = client.get(path)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise InputError(
+                f"{endpoint.name} {endpoint.url}: no server answers ({first_line(error)})"
+            ) from None
+        if response.status_code in (401, 403):
+            raise InputError(
+                f"{endpoint.name} {endpoint.url}: refuses the API key; set {endpoint.key_env}, or "
+                "name key-env or key-file"
+            )
+        try:
+            return response.json() if response.status_code == 200 else None
+        except ValueError:
+            return None
+
+    def _serve(
+        self,
+        calls: Sequence[Call],
+        left: Sequence[int],
+        done: SimpleQueue[tuple[int, Reply] | Exception | None],
+        stop: threading.Event,
+    ) -> None:
+        try:
+            asyncio.run(self._answer_all(calls, left, done, stop))
+        except ExceptionGroup as group:  # of tasks that failed, the first says why
+            done.put(group.exceptions[0])
+        except Exception as error:
+            done.put(error)
+        done.put(None)
+
+    async def _answer_all(
+        self,
+        calls: Sequence[Call],
+        left: Sequence[int],
+        done: SimpleQueue[tuple[int, Reply] | Exception | None],
+        stop: threading.Event,
+    ) -> None:
+        flows = {calls[n].endpoint: Flow(self.in_flight) for n in left}
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        timeout = httpx2.Timeout(TIMEOUT, connect=CONNECT, pool=None)
+        waiting = iter(left)
+        async with httpx2.AsyncClient(limits=limits, timeout=timeout) as client:
+
+            async def work() -> None:
+                for number in waiting:
+                    if stop.is_set():
+                        return
+                    call = calls[number]
+                    reply = await self._answer(client, call, flows[call.endpoint], stop)
+                    done.put((number, reply))
+
+            workers = [
+                work() for _ in range(min(self.in_flight * len(flows), len(left)))
+            ]
+            async with asyncio.TaskGroup() as group:
+                for coroutine in workers:
+                    group.create_task(coroutine)
+
+    async def _answer(
+        self, client: httpx2.AsyncClient, call: Call, flow: Flow, stop: threading.Event
+    ) -> Reply:
+        """Return the reply to a call, sent again after errors that may pass."""
+        attempt = 0
+        while True:
+            wait = min(LONGEST_WAIT, self._first_wait * 2**attempt)
+            wait *= random.uniform(0.75, 1.25)
+            try:
+                async with flow:
+                    return await self._send(client, call, flow)
+            except _Again as again:
+                attempt += 1
+                self.retries += 1
+                wait = max(wait, again.after)
+                self._check_outage(call.endpoint, flow, again, attempt)
+            if stop.is_set():
+                raise RunError("the run has ended")
+            await asyncio.sleep(wait)
+
+    def _check_outage(
+        self, endpoint: Endpoint, flow: Flow, again: _Again, attempt: int
+    ) -> None:
+        """Raise RunError for a server that is down for too long, or keeps failing."""
+        where = f"{endpoint.name} {endpoint.url}"
+        kept = "finished answers are kept; run the command again to resume"
+        if again.unreachable:
+            flow.down_since = flow.down_since or time.monotonic()
+            if time.monotonic() - flow.down_since > self._outage:
+                raise RunError(
+                    f"{where}: unreachable for {self._outage:.0f} s ({again}); {kept}"
+                )
+        elif again.overloaded:
+            flow.refused()
+        elif attempt >= ATTEMPTS:
+            raise RunError(f"{where}: failed {attempt} times ({again}); {kept}")
+
+    async def _send(self, client: httpx2.AsyncClient, call: Call, flow: Flow) -> Reply:
+        endpoint = call.endpoint
+        began = time.perf_counter()
+        streams = bool(call.body.get("stream"))
+        request = client.build_request(
+            "POST",
+            f"{endpoint.url}/{APIS[endpoint.api]}",
+            json=dict(call.body),
+            headers=_headers(endpoint),
+        )
+        try:
+            response = await client.send(request, stream=streams)
+            if response.status_code != 200:
+                await response.aread()
+                _refuse(endpoint, response)
+            if streams:
+                reply = await _streamed(response, began)
+            else:
+                reply = _reply(response.json(), time.perf_counter() - began)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            raise _Again(
+                first_line(error) or "no connection", unreachable=True
+            ) from None
+        except httpx2.HTTPError as error:
+            raise _Again(first_line(error) or type(error).__name__) from None
+        except InputError:  # a kind of ValueError
+            raise
+        except (ValueError, LookupError, TypeError) as error:
+            raise _Again(f"its answer is broken: {first_line(error)}") from None
+        self._check_model(endpoint, reply)
+        flow.answered(reply.seconds, reply.completion_tokens)
+        return reply
+
+    def _check_model(self, endpoint: Endpoint, reply: Reply) -> None:
+        """Raise RunError if an endpoint answers with another model than before."""
+        before = self._models.setdefault(endpoint, reply.model)
+        if reply.model != before:
+            raise RunError(
+                f"{endpoint.name} {endpoint.url}: answered with model {before!r}, and now with "
+                f"{reply.model!r}; a certificate needs one model throughout"
+            )
+
+
+class _Again(Exception):
+    """An error that may pass."""
+
+    def __init__(
+        self,
+        why: str,
+        *,
+        unreachable: bool = False,
+        overloaded: bool = False,
+        after: float = 0.0,
+    ):
+        super().__init__(why)
+        self.unreachable = unreachable
+        self.overloaded = overloaded
+        self.after = after
+
+
+def _headers(endpoint: Endpoint) -> dict[str, str]:
+    key = endpoint.key
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _refuse(endpoint: Endpoint, response: httpx2.Response) -> None:
+    """Raise what a status other than 200 means."""
+    status = response.status_code
+    said = _said(response)
+    if status in BUSY:
+        after = response.headers.get("retry-after", "")
+        seconds = min(float(after), LONGEST_WAIT) if _is_number(after) else 0.0
+        raise _Again(
+            f"status {status}: {said}", overloaded=status in (429, 503), after=seconds
+        )
+    raise InputError(f"{endpoint.name} {endpoint.url}: status {status}: {said}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) >= 0
+    except ValueError:
+        return False
+
+
+def _said(response: httpx2.Response) -> str:
+    """Return the message of an error."""
+    try:
+        error = response.json()
+        error = error.get("error", error)
+        return str(error.get("message", error))[:300]
+    except (ValueError, AttributeError):
+        return response.text[:300] or response.reason_phrase
+
+
+def _reply(whole: Any, seconds: float) -> Reply:
+    """Return the reply in a response. Raises LookupError or TypeError for another form."""
+    choice = whole["choices"][0]
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    if text is None:
+        text = ""
+    if not isinstance(text, str):
+        raise TypeError("its text is no text")
+    usage = whole.get("usage") or {}
+    return Reply(
+        text,
+        str(choice.get("finish_reason") or ""),
+        str(whole.get("model", "")),
+        prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        completion_tokens=int(usage.get("completion_tokens") or 0),
+        passes=_passes(whole),
+        seconds=seconds,
+    )
+
+
+def _passes(whole: Mapping[str, Any]) -> int | None:
+    """Return the number of target passes that lenience's plugin reports."""
+    counts = (whole.get("kv_transfer_params") or {}).get("lenience") or {}
+    passes = counts.get("target_passes")
+    return passes if isinstance(passes, int) else None
+
+
+async def _streamed(response: httpx2.Response, began: float) -> Reply:
+    """Return the reply in a stream of events. Raises ValueError for a stream that is cut."""
+    parts: list[str] = []
+    last: dict[str, Any] = {}
+    usage: dict[str, Any] = {}
+    finish = ""
+    first: float | None = None
+    ended = False
+    async for data in _events(response):
+        if data == "[DONE]":
+            ended = True
+            break
+        last = json.loads(data)
+        usage = last.get("usage") or usage
+        for choice in last.get("choices") or ():
+            part = (
+                (choice.get("delta") or {}).get("content") or choice.get("text") or ""
+            )
+            if part and first is None:
+                first = time.perf_counter() - began
+            parts.append(part)
+            finish = choice.get("finish_reason") or finish
+    if not (ended or finish):
+        raise ValueError("its stream is cut")
+    return Reply(
+        "".join(parts),
+        finish,
+        str(last.get("model", "")),
+        prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        completion_tokens=int(usage.get("completion_tokens") or len(parts)),
+        seconds=time.perf_counter() - began,
+        first_token=first,
+    )
+
+
+async def _events(response: httpx2.Response) -> AsyncIterator[str]:
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            yield line.removeprefix("data:").strip()
+
+
+def request_key(identity: Mapping[str, Any], body: Mapping[str, Any]) -> str:
+    """Return the key of an answer: the server as it describes itself, and the request."""
+    return digest([dict(identity), dict(body)], 16, sort_keys=True)

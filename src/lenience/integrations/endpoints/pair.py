@@ -1,0 +1,365 @@
+"""Endpoints in the role of a pair: a reference stands for the target alone, and candidates for
+decoders that are compared with it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from lenience.core.errors import InputError, RunError
+from lenience.core.files import digest
+from lenience.decoding.decoder import Decoder, check_binding
+from lenience.decoding.generation import Generation
+from lenience.decoding.options import takes_options
+from lenience.integrations.endpoints.client import Call, Client, Reply, request_key
+from lenience.integrations.endpoints.endpoint import Endpoint
+from lenience.models.prompts import Chat, Prompt
+from lenience.rules.baselines import served
+
+NAME = "openai"
+"""Name of the engine."""
+REPORTS = ("version", "server_info", "get_server_info", "props", "v1/models")
+"""Paths below a server's root at which servers describe themselves."""
+VOLATILE = (
+    "created",
+    "permission",
+    "slots",
+    "total_slots",
+    "is_sleeping",
+    "internal_states",
+    "id_slot",
+    "uptime",
+)
+"""Fields of a description that change without another setting."""
+NOT_SENT = {
+    "drafter": "model",
+    "tree": "chain",
+    "stop": "fixed",
+    "draft_temperature": None,
+}
+"""Options of decoding that a server decides, with the values that are not sent."""
+
+
+class ServedModel:
+    """An endpoint in the role of a target: a prompt's ids are the bytes of its JSON, which identify
+    it in the ledger."""
+
+    context_length = None
+    dtype = "served"
+    device = torch.device("cpu")
+
+    def __init__(self, endpoint: Endpoint, identity: Mapping[str, Any]):
+        self.name = endpoint.url
+        self.fingerprint = digest(dict(identity), sort_keys=True)
+        self.tokenizer_fingerprint = self.fingerprint
+        self.chat = Chat()
+
+    def encode(self, prompt: Prompt, any_length: bool = False) -> list[int]:
+        """Return the bytes of a prompt's content. Raises InputError for token ids."""
+        if not isinstance(prompt, str) and not _are_messages(prompt):
+            raise InputError("a prompt for an endpoint is text or chat messages")
+        return list(repr(prompt).encode())
+
+    def generation_settings(self) -> dict[str, Any]:
+        return {}
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class ServedOptions:
+    """Settings of a run on endpoints."""
+
+    in_flight: int = 32
+    """Number of requests sent to an endpoint at once."""
+    system: str | None = None
+    """System message in front of each chat prompt that has none."""
+    store: Path | None = None
+    """File of answers that are not asked for again."""
+    claims: tuple[str, ...] = ()
+    """User's own words about the servers, for what they do not report."""
+    client: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further arguments of `Client`."""
+
+
+class ServedPair:
+    """A reference endpoint and candidates. Raises InputError for a server that is not there, or two
+    endpoints of one name."""
+
+    engine_name = NAME
+    draft = None
+    compiled = False
+    models: Mapping[str, Any]
+    noise: Mapping[str, int] | None = None
+
+    def __init__(
+        self,
+        reference: Endpoint,
+        candidates: Sequence[Endpoint],
+        options: ServedOptions = ServedOptions(),
+    ):
+        self.reference = reference
+        self.candidates = {candidate.name: candidate for candidate in candidates}
+        if len(self.candidates) < len(candidates):
+            names = [candidate.name for candidate in candidates]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(
+                f"--candidate: two are named {twice}; give each its own name="
+            )
+        self.options = options
+        self.name = reference.url
+        self.client = Client(options.in_flight, options.store, **options.client)
+        self._identities: dict[Endpoint, dict[str, Any]] = {}
+        self.target = ServedModel(reference, self.identity(reference))
+        self.models = {"target": self.target}
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        return {"target": self.target.fingerprint, "tokenizer": self.target.fingerprint}
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return [self.reference, *self.candidates.values()]
+
+    def identity(self, endpoint: Endpoint) -> dict[str, Any]:
+        """Return an endpoint's requests and its server's description of itself, asked for once."""
+        if endpoint not in self._identities:
+            self._identities[endpoint] = {
+                **endpoint.record,
+                "reported": self._reported(endpoint),
+            }
+        return self._identities[endpoint]
+
+    def _reported(self, endpoint: Endpoint) -> dict[str, Any]:
+        found = {
+            path: _stable(self.client.ask(endpoint, f"{endpoint.root}/{path}"))
+            for path in REPORTS
+        }
+        return {path: content for path, content in found.items() if content}
+
+    def check_unchanged(self) -> None:
+        """Raise RunError for a server that describes itself otherwise than at the start."""
+        for endpoint, before in self._identities.items():
+            now = self._reported(endpoint)
+            if now != before["reported"]:
+                parts = now.keys() | before["reported"].keys()
+                changed = min(
+                    p for p in parts if now.get(p) != before["reported"].get(p)
+                )
+                raise RunError(
+                    f"{endpoint.name} {endpoint.url}: its /{changed} has changed since the start; "
+                    "restore the server, or start a new run"
+                )
+
+    def endpoint_of(self, decoder: Decoder) -> Endpoint:
+        """Return the endpoint that a decoder stands for. Raises InputError for an unknown one."""
+        if decoder.alone == "target":
+            return self.reference
+        name = served(decoder.rule)
+        if name is None:
+            raise InputError(
+                f"rule {decoder.rule}: runs in lenience's own loop or in vLLM; with --reference "
+                "name servers (--candidate)"
+            )
+        if name not in self.candidates:
+            known = ", ".join(self.candidates) or "none"
+            raise InputError(
+                f"rule {decoder.rule}: there is no candidate {name}; there are {known}"
+            )
+        return self.candidates[name]
+
+    def check(self, decoder: Decoder) -> None:
+        """Raise InputError for an unknown endpoint, for options that a server decides, and for
+        others than were certified."""
+        if decoder.bound_to:
+            check_binding(decoder.bound_to, self.binding(decoder))
+        self.endpoint_of(decoder)
+        values = decoder.to_json()
+        for name, usual in NOT_SENT.items():
+            if values[name] != usual:
+                raise InputError(
+                    f"{name} {values[name]}: is the server's own; set it there, or in body="
+                )
+
+    def binding(self, decoder: Decoder) -> dict[str, Any]:
+        """Return the facts that a certificate binds: both endpoints with their requests and what
+        their servers report, and the user's claims."""
+        return {
+            "engine": NAME,
+            "models": {
+                "target": {"fingerprint": self.target.fingerprint, "dtype": "served"}
+            },
+            "tokenizer": self.target.fingerprint,
+            "template": self.options.system,
+            "generation_config": {},
+            "heads": [],
+            "drafter": "model",
+            "reference": self.identity(self.reference),
+            "candidate": self.identity(self.endpoint_of(decoder)),
+            "claims": list(self.options.claims),
+        }
+
+    def settle(
+        self, prompts: Sequence[Prompt], decoder: Decoder, **options: Any
+    ) -> Decoder:
+        return decoder
+
+    @takes_options
+    def generate(
+        self, prompt: Prompt, decoder: Decoder | None = None, **options: Any
+    ) -> Generation:
+        """Answer one prompt, as `Pair.generate` does; the server is asked anew each time."""
+        decoder = (decoder or Decoder()).with_options(options)
+        self.check(decoder)
+        call = replace(
+            self.call(self.endpoint_of(decoder), prompt, decoder), kept_as=""
+        )
+        ((_, reply),) = self.client.run([call])
+        return _generation(reply, self.target.encode(prompt))
+
+    @takes_options
+    def generate_batch(
+        self, prompts: Sequence[Prompt], decoder: Decoder | None = None, **options: Any
+    ) -> list[Generation]:
+        """Answer many prompts, as `Pair.generate_batch` does."""
+        answers = dict(self.as_completed(prompts, decoder, **options))
+        return [answers[number] for number in range(len(prompts))]
+
+    @takes_options
+    def as_completed(
+        self,
+        prompts: Sequence[Prompt],
+        decoder: Decoder | None = None,
+        *,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, Generation]]:
+        """Yield each answer with its prompt's number as soon as it is there. Servers are asked at
+        the end whether they are still the same."""
+        decoder = (decoder or Decoder()).with_options(options)
+        self.check(decoder)
+        endpoint = self.endpoint_of(decoder)
+        calls = [
+            self.call(endpoint, prompt, decoder, number)
+            for number, prompt in enumerate(prompts)
+        ]
+        for number, reply in self.client.run(calls):
+            yield number, _generation(reply, self.target.encode(prompts[number]))
+        self.check_unchanged()
+
+    def call(
+        self,
+        endpoint: Endpoint,
+        prompt: Prompt,
+        decoder: Decoder,
+        number: int = 0,
+        repeat: int = 0,
+    ) -> Call:
+        """Return the request for an answer; a `repeat` above 0 asks again for a known one."""
+        body = self.body(endpoint, prompt, decoder, number)
+        key = request_key(self.identity(endpoint), {**body, "repeat": repeat})
+        return Call(endpoint, body, key)
+
+    def body(
+        self, endpoint: Endpoint, prompt: Prompt, decoder: Decoder, number: int
+    ) -> dict[str, Any]:
+        """Return the JSON of a request. What the endpoint's body sets comes last."""
+        body: dict[str, Any] = {"model": endpoint.model or self._first_model(endpoint)}
+        if endpoint.api == "chat":
+            body["messages"] = self._messages(prompt)
+        elif isinstance(prompt, str):
+            body["prompt"] = prompt
+        else:
+            raise InputError(
+                f"{endpoint.name} {endpoint.url}: api=completions takes text, and the prompt is "
+                "chat messages; use api=chat"
+            )
+        body["max_tokens"] = decoder.max_new_tokens
+        body["temperature"] = decoder.temperature
+        if decoder.temperature:
+            body["seed"] = decoder.seed_of(number)
+        if decoder.stop_strings:
+            body["stop"] = list(decoder.stop_strings)
+        for name in ("top_p", "top_k"):
+            value = getattr(decoder, name)
+            if value is not None:
+                body[name] = value
+        return {**body, **endpoint.body}
+
+    def _messages(self, prompt: Prompt) -> list[dict[str, str]]:
+        messages: list[dict[str, str]]
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
+        else:
+            messages = [dict(cast(Any, message)) for message in prompt]
+        if self.options.system is not None and messages[0].get("role") != "system":
+            system = {"role": "system", "content": self.options.system}
+            return [system, *messages]
+        return messages
+
+    def _first_model(self, endpoint: Endpoint) -> str:
+        listed = self.identity(endpoint)["reported"].get("v1/models") or {}
+        try:
+            return str(listed["data"][0]["id"])
+        except (LookupError, TypeError):
+            raise InputError(
+                f"{endpoint.name} {endpoint.url}: lists no models; give model=NAME"
+            ) from None
+
+    def floor(
+        self, prompts: Sequence[Prompt], decoder: Decoder
+    ) -> list[tuple[str, str]]:
+        """Return two answers of the reference to each prompt, asked for twice: servers that batch
+        may answer a greedy request in different ways."""
+        endpoint = self.reference
+        texts: list[dict[int, str]] = []
+        for repeat in (0, 1):
+            calls = [
+                self.call(endpoint, prompt, decoder, number, repeat)
+                for number, prompt in enumerate(prompts)
+            ]
+            texts.append({n: reply.text for n, reply in self.client.run(calls)})
+        return [(texts[0][n], texts[1][n]) for n in range(len(prompts))]
+
+
+def _generation(reply: Reply, prompt: list[int]) -> Generation:
+    """Return a reply as an answer. Its tokens are counted, not known."""
+    if not reply.completion_tokens:
+        warnings.warn(
+            f"model {reply.model}: the server counts no tokens (usage)", stacklevel=2
+        )
+    count = max(1, reply.completion_tokens)
+    finish = "length" if reply.finish == "length" else "eos"
+    return Generation(
+        prompt,
+        tokens=[0] * count,
+        text=reply.text,
+        target_passes=reply.passes or count,
+        target_tokens=reply.prompt_tokens + count,
+        finish=finish,
+        seconds=reply.seconds,
+    )
+
+
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt)
+
+
+def _stable(content: Any) -> Any:
+    """Return a description without fields that change by themselves."""
+    if isinstance(content, dict):
+        return {
+            name: _stable(value)
+            for name, value in content.items()
+            if name not in VOLATILE
+        }
+    if isinstance(content, list):
+        return [_stable(value) for value in content]
+    return content

@@ -1,0 +1,489 @@
+"""Servers with OpenAI's API as an engine, against a server of the test's own: known losses, errors
+of servers, and kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lenience.certification.certify import certify
+from lenience.certification.question import CertifyConfig
+from lenience.core.errors import InputError, RunError
+from lenience.decoding.decoder import Decoder
+from lenience.evaluation.compare import CompareConfig, compare
+from lenience.integrations.endpoints.client import Call, Client
+from lenience.integrations.endpoints.endpoint import Endpoint
+from lenience.integrations.endpoints.pair import ServedOptions, ServedPair
+from lenience.integrations.endpoints.speed import measure_speeds
+from lenience.runs.certificate import read_certificate
+from lenience.tasks import load_task
+
+KEY = "sk-test-secret"
+
+
+class Server:
+    """Adds numbers. `wrong` says for which sums a request with a body field `fast` gets a wrong
+    answer; `before` may take over a request."""
+
+    def __init__(self) -> None:
+        self.asked = Counter[str]()
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        self.wrong: Callable[[int], bool] = lambda number: False
+        self.before: Callable[[BaseHTTPRequestHandler, dict[str, Any]], bool] = (
+            lambda handler, body: False
+        )
+        self.model = "adder"
+        self.version = "1.0"
+        self.lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: object) -> None: ...
+
+            def reply(self, status: int, content: object, **headers: str) -> None:
+                data = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                for name, value in headers.items():
+                    self.send_header(name.replace("_", "-"), value)
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self) -> None:
+                if self.path == "/v1/models":
+                    self.reply(
+                        200, {"data": [{"id": outer.model, "created": time.time()}]}
+                    )
+                elif self.path == "/version":
+                    self.reply(200, {"version": outer.version})
+                else:
+                    self.reply(404, {"error": {"message": "none"}})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if outer.before(self, body):
+                    return
+                outer.answer(self, body)
+
+        self.handler = Handler
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def answer(self, handler: Any, body: dict[str, Any]) -> None:
+        text = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        with self.lock:
+            self.asked[text] += 1
+            self.bodies.append(body)
+            self.keys.add(handler.headers.get("Authorization"))
+        first, second = map(int, text.removesuffix("?").split()[-1].split("+"))
+        found = first + second
+        if body.get("fast") and self.wrong(first):
+            found += 1
+        said = f"The answer is {found}."
+        usage = {"prompt_tokens": 7, "completion_tokens": 5}
+        about = {"model": self.model, "usage": usage}
+        if body.get("stream"):
+            handler.send_response(200)
+            handler.send_header("Connection", "close")
+            handler.end_headers()
+            for part in said.split(" "):
+                choice = {"delta": {"content": part + " "}, "finish_reason": None}
+                event = {"model": self.model, "choices": [choice]}
+                handler.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                time.sleep(0.005)
+            end = {**about, "choices": [{"delta": {}, "finish_reason": "stop"}]}
+            handler.wfile.write(f"data: {json.dumps(end)}\n\ndata: [DONE]\n\n".encode())
+            return
+        choice = {"finish_reason": "stop"}
+        if "messages" in body:
+            choice["message"] = {"role": "assistant", "content": said}
+        else:
+            choice["text"] = said
+        handler.reply(200, {**about, "choices": [choice]})
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    lines = [
+        {"id": str(i), "prompt": f"What is {i}+{i % 7}?", "reference": str(i + i % 7)}
+        for i in range(1500)
+    ]
+    lines = [
+        {**line, "split": "train" if i < 1400 else "test"}
+        for i, line in enumerate(lines)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def task(rows: Path) -> Any:
+    return load_task(spec=str(rows), answer="last-number")
+
+
+def pair_of(
+    server: Server, *candidates: str, store: Path | None = None, **client: Any
+) -> ServedPair:
+    reference = Endpoint.parse(server.url, "--reference", "reference")
+    others = [
+        Endpoint.parse(f"{server.url}; {text}", "--candidate", f"candidate-{n}")
+        for n, text in enumerate(candidates, 1)
+    ]
+    waits = {"first_wait": 0.01, **client}
+    return ServedPair(reference, others, ServedOptions(8, store=store, client=waits))
+
+
+FAST = 'body={"fast": true}; name=fast'
+
+
+def test_an_endpoint_is_read_from_its_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = 'http://h:1/v1/; model=m; body={"a": "x; y"}; name=n-1; api=completions'
+    made = Endpoint.parse(text, "--candidate", "usual")
+    assert (made.url, made.model, made.name, made.api) == (
+        "http://h:1/v1",
+        "m",
+        "n-1",
+        "completions",
+    )
+    assert made.body == {"a": "x; y"} and made.root == "http://h:1"
+    assert Endpoint.parse("https://h/v1", "--candidate", "usual").name == "usual"
+    monkeypatch.setenv("MY_KEY", KEY)
+    keyed = Endpoint.parse("http://h/v1; key-env=MY_KEY", "--reference", "r")
+    assert keyed.key == KEY and KEY not in json.dumps(keyed.record) + repr(keyed)
+    file = tmp_path / "key"
+    file.write_text(KEY + "\n")
+    assert Endpoint.parse(f"http://h/v1; key-file={file}", "-", "r").key == KEY
+    for wrong, why in (
+        ("h:1", "is not an address"),
+        ("http://u:p@h/v1", "holds a password"),
+        ("http://h/v1; bodi={}", "has no option 'bodi={}'"),
+        ("http://h/v1; body=[1]", "must be a JSON object"),
+        ("http://h/v1; body={", "is no JSON"),
+        ('http://h/v1; body={"stream": true}', "must not set stream"),
+        ("http://h/v1; name=a b", "must have letters"),
+        ("http://h/v1; model=a; model=b", "given twice"),
+        ("http://h/v1; api=chats", "must be chat or completions"),
+    ):
+        with pytest.raises(InputError, match=why):
+            Endpoint.parse(wrong, "--candidate", "usual")
+
+
+def test_a_lossless_change_is_certified_and_a_lossy_one_is_not(
+    server: Server, rows: Path, tmp_path: Path
+) -> None:
+    pair: Any = pair_of(server, "name=same", FAST)
+    settings = (("served:same; window=0", "served:fast; window=0"),)
+    config = CertifyConfig(settings=settings, max_drop=0.01)
+    server.wrong = lambda number: number % 20 == 0
+    made = certify(pair, task(rows), tmp_path / "run", config)
+    assert made.certified is not None and made.certified.rule == "served:same"
+    assert made.losses == 0 and made.upper_bound < 0.01
+    lossy = next(row for row in made.tried if row.rule == "served:fast")
+    assert not lossy.passed
+    # each prompt has lost where the server's rule says so
+    kept = read_certificate(tmp_path / "run")
+    assert kept.binds["candidate"]["url"] == server.url
+    assert kept.binds["reference"]["reported"]["version"] == {"version": "1.0"}
+    assert all(int(lost.reference) >= 0 for lost in made.lost)
+    page = (tmp_path / "run" / "certificate.html").read_text()
+    assert server.url in page and "1.0" in page
+
+
+def test_losses_are_those_of_the_server(
+    server: Server, rows: Path, tmp_path: Path
+) -> None:
+    server.wrong = lambda number: number % 10 == 3
+    pair: Any = pair_of(server, FAST)
+    config = CompareConfig(
+        settings=("served:fast",), windows=(0,), limit=100, timed=3, repeats=1
+    )
+    frontier = compare(pair, task(rows), config, tmp_path / "out")
+    by_rule = {row.rule: row for row in frontier.rows}
+    assert by_rule["target"].accuracy == 1.0
+    assert by_rule["served:fast"].paired_loss == pytest.approx(0.1)
+    assert (tmp_path / "out" / "frontier.json").exists()
+
+
+def test_requests_say_what_was_asked(server: Server) -> None:
+    pair = pair_of(
+        server, 'body={"fast": true, "max_tokens": 3}; name=fast; model=other'
+    )
+    decoder = Decoder.of(
+        rule="served:fast", window=0, max_new_tokens=9, temperature=0.5, seed=4,
+        stop_strings=("\n",), top_p=0.9, top_k=5,
+    )  # fmt: skip
+    assert pair.generate("1+2", decoder).text == "The answer is 3."
+    (body,) = server.bodies
+    assert body == {
+        "model": "other", "messages": [{"role": "user", "content": "1+2"}], "max_tokens": 3,
+        "temperature": 0.5, "seed": 4, "stop": ["\n"], "top_p": 0.9, "top_k": 5, "fast": True,
+    }  # fmt: skip
+    pair = pair_of(server, "api=completions; name=plain")
+    pair.generate("1+2", rule="served:plain")
+    assert server.bodies[-1]["prompt"] == "1+2"
+    with pytest.raises(InputError, match="takes text"):
+        pair.generate([{"role": "user", "content": "1+2"}], rule="served:plain")
+    pair.options = ServedOptions(system="Be brief.")
+    pair.generate("1+2", rule="target")
+    assert server.bodies[-1]["messages"][0] == {
+        "role": "system",
+        "content": "Be brief.",
+    }
+    with pytest.raises(InputError, match="there is no candidate fast; there are plain"):
+        pair.generate("1+2", rule="served:fast")
+    with pytest.raises(InputError, match="drafter ngram: is the server's own"):
+        pair.generate("1+2", rule="target", drafter="ngram")
+    with pytest.raises(InputError, match="runs in lenience's own loop"):
+        pair.generate("1+2", rule="topk:3")
+
+
+def test_a_servers_rule_is_refused_by_our_own_loop(llama: Any) -> None:
+    with pytest.raises(InputError, match="is a server's"):
+        llama.generate([1], rule="served:fast")
+
+
+@pytest.mark.parametrize("fault", ["429", "500", "json", "cut", "slow"])
+def test_faults_that_pass_lose_nothing(server: Server, fault: str) -> None:
+    failed = Counter[str]()
+
+    def before(handler: Any, body: dict[str, Any]) -> bool:
+        text = body["messages"][-1]["content"]
+        with server.lock:
+            failed[text] += 1
+            first = failed[text] <= 2
+        if not first:
+            return False
+        if fault == "429":
+            handler.reply(429, {"error": {"message": "slow down"}}, Retry_After="0.01")
+        elif fault == "500":
+            handler.reply(500, {"error": {"message": "oh"}})
+        elif fault == "json":
+            handler.reply(200, {"choices": []})
+        elif fault == "cut":
+            handler.send_response(200)
+            handler.send_header("Content-Length", "500")
+            handler.end_headers()
+            handler.wfile.write(b'{"choices"')
+            handler.close_connection = True
+        else:
+            time.sleep(0.05)
+            return False
+        return True
+
+    server.before = before
+    pair = pair_of(server)
+    prompts = [f"{i}+1" for i in range(40)]
+    outs = pair.generate_batch(prompts, rule="target")
+    assert [out.text for out in outs] == [f"The answer is {i + 1}." for i in range(40)]
+    assert set(server.asked.values()) == {1}
+    assert (pair.client.retries == 80) == (fault != "slow")
+
+
+def test_what_does_not_pass_ends_the_run_and_keeps_the_answers(
+    server: Server, tmp_path: Path
+) -> None:
+    store = tmp_path / "requests.jsonl"
+
+    def fails(handler: Any, body: dict[str, Any]) -> bool:
+        if body["messages"][-1]["content"].startswith("30"):
+            handler.reply(500, {"error": {"message": "always"}})
+            return True
+        return False
+
+    server.before = fails
+    prompts = [f"{i}+1" for i in range(40)]
+    pair = pair_of(server, store=store)
+    with pytest.raises(RunError, match=r"failed 8 times \(status 500: always\)"):
+        pair.generate_batch(prompts, rule="target")
+    kept = len(store.read_text().splitlines())
+    assert kept >= 30
+    server.before = lambda handler, body: False
+    outs = pair_of(server, store=store).generate_batch(prompts, rule="target")
+    assert outs[30].text == "The answer is 31."
+    # what was kept was not asked for again
+    assert sum(server.asked.values()) <= 40 + 8
+    server.before = lambda handler, body: (
+        handler.reply(400, {"error": {"message": "no"}}) or True
+    )
+    with pytest.raises(InputError, match="status 400: no"):
+        pair_of(server).generate("1+1", rule="target")
+    server.before = lambda handler, body: (
+        handler.reply(401, {"error": {"message": "key"}}) or True
+    )
+    with pytest.raises(InputError, match="status 401: key"):
+        pair_of(server).generate("1+1", rule="target")
+
+
+def test_a_server_that_is_gone_is_waited_for_and_then_named(server: Server) -> None:
+    pair = pair_of(server, outage=0.3)
+    pair.generate("1+1", rule="target")
+    server.http.shutdown()
+    server.http.server_close()
+    with pytest.raises(RunError, match=r"unreachable for 0 s .*run the command again"):
+        pair.generate_batch(["2+2"], rule="target")
+    with pytest.raises(InputError, match="no server answers"):
+        pair_of(server)
+
+
+def test_another_model_or_version_is_noticed(server: Server) -> None:
+    def swaps(handler: Any, body: dict[str, Any]) -> bool:
+        if sum(server.asked.values()) == 20:
+            server.model = "other"
+        return False
+
+    server.before = swaps
+    pair = pair_of(server)
+    with pytest.raises(
+        RunError, match="answered with model 'adder', and now with 'other'"
+    ):
+        pair.generate_batch([f"{i}+1" for i in range(60)], rule="target")
+    pair = pair_of(server)
+    server.version = "2.0"
+    with pytest.raises(RunError, match="its /version has changed"):
+        pair.generate_batch(["1+1"], rule="target")
+
+
+def test_keys_go_into_headers_alone(
+    server: Server, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    pair: Any = pair_of(server, "name=same", store=tmp_path / "run" / "requests.jsonl")
+    config = CertifyConfig(
+        settings=(("served:same; window=0",),), max_drop=0.05, limit=200
+    )
+    certify(pair, task(rows), tmp_path / "run", config)
+    assert server.keys == {f"Bearer {KEY}"}
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes()
+
+
+def test_the_reference_against_itself(server: Server) -> None:
+    pair = pair_of(server)
+    assert pair.floor(["1+2", "3+4"], Decoder.of(rule="target", window=0)) == [
+        ("The answer is 3.",) * 2,
+        ("The answer is 7.",) * 2,
+    ]
+    assert server.asked == {"1+2": 2, "3+4": 2}
+
+
+def test_speeds_are_measured_in_turns(server: Server) -> None:
+    pair = pair_of(server, "name=same")
+    speeds = measure_speeds(
+        pair, ["1+2", "3+4", "5+6"], Decoder.of(rule="target", window=0), rounds=2
+    )
+    assert [speed.name for speed in speeds] == ["reference", "same"]
+    for speed in speeds:
+        assert all(0.003 < figure < 0.2 for figure in speed.between_tokens)
+        low, high = speed.tokens_per_second[1:]
+        assert low <= speed.tokens_per_second[0] <= high
+
+
+def test_a_cut_stream_is_asked_again(server: Server) -> None:
+    cut = iter([True, False])
+
+    def before(handler: Any, body: dict[str, Any]) -> bool:
+        if not next(cut):
+            return False
+        handler.send_response(200)
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        event = {"choices": [{"delta": {"content": "The"}}]}
+        handler.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        return True
+
+    server.before = before
+    endpoint = Endpoint.parse(server.url, "--reference", "reference")
+    body = {"messages": [{"role": "user", "content": "1+2"}], "stream": True}
+    client = Client(first_wait=0.01)
+    ((_, reply),) = client.run([Call(endpoint, body)])
+    assert reply.text.strip() == "The answer is 3." and client.retries == 1
+
+
+def command(*argv: object) -> list[str]:
+    return [sys.executable, "-m", "lenience", *map(str, argv)]
+
+
+def test_a_killed_certificate_asks_nothing_twice(
+    server: Server, rows: Path, tmp_path: Path, home: Path
+) -> None:
+    server.before = lambda handler, body: bool(time.sleep(0.02))
+    argv = command(
+        "certify", tmp_path / "run", "--task", rows, "--answer", "last-number",
+        "--reference", server.url, "--candidate", f"{server.url}; name=same", "--in-flight", 4,
+        "--json",
+    )  # fmt: skip
+    env = {**os.environ, "LENIENCE_HOME": str(home)}
+    running = subprocess.Popen(
+        argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while sum(server.asked.values()) < 150:
+        time.sleep(0.02)
+        assert running.poll() is None, running.stderr and running.stderr.read()
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    server.before = lambda handler, body: False
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout.strip().split("\n")[-1])
+    assert made["certified"]["rule"] == "served:same" and made["losses"] == 0
+    assert made["noise"] == {"n": 20, "other_texts": 0, "other_answers": 0}
+    # reference and candidate once, the reference twice for the noise; what was in flight again
+    most = Counter(server.asked.values())
+    assert sum(count for times, count in most.items() if times > 4) == 0
+    assert sum(count for times, count in most.items() if times > 2) <= 20 + 8
+    assert "requests" in done.stderr and "the reference against itself" in done.stderr
+
+
+def test_the_command_fails_if_nothing_is_certified(
+    server: Server, rows: Path, tmp_path: Path, home: Path
+) -> None:
+    server.wrong = lambda number: number % 5 == 0
+    argv = command(
+        "certify", tmp_path / "run", "--task", rows, "--answer", "last-number",
+        "--reference", server.url, "--candidate", f"{server.url}; {FAST}",
+        "--fail-if-not-certified", "--claim", "adder with a fast mode", "--price", "1,2",
+    )  # fmt: skip
+    env = {**os.environ, "LENIENCE_HOME": str(home)}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "nothing is certified" in done.stderr
+    page = (tmp_path / "run" / "certificate.html").read_text()
+    assert "Stated by the user, not checked: adder with a fast mode" in page
+    for wrong, why in (
+        (("--reference", server.url), "needs --candidate"),
+        (("--candidate", server.url), "needs --reference"),
+        (("--reference", "nowhere", "--candidate", server.url), "is not an address"),
+        (("--engine", "openai"), "name a server"),
+    ):
+        done = subprocess.run(
+            command("compare", "--task", rows, "--answer", "last-number", *wrong),
+            env=env, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 2 and why in done.stderr
