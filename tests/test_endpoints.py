@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from lenience.certification.audit import Audit, AuditConfig, LivePrompt, audit
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.core.errors import InputError, RunError
@@ -487,3 +489,36 @@ def test_the_command_fails_if_nothing_is_certified(
             env=env, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 2 and why in done.stderr
+
+
+def test_the_example_certifies(
+    server: Server,
+    rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = Path(__file__).parents[1] / "examples" / "certify_server.py"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script), server.url, server.url, str(rows)])
+    runpy.run_path(str(script), run_name="__main__")
+    assert "at most 5% of the answers get worse" in capsys.readouterr().out
+    assert (tmp_path / "run" / "certificate.html").is_file()
+
+
+def test_an_audit_notices_a_server_that_drifts(
+    server: Server, rows: Path, tmp_path: Path
+) -> None:
+    pair: Any = pair_of(server, FAST)
+    config = CertifyConfig(settings=(("served:fast; window=0",),), max_drop=0.05)
+    assert certify(pair, task(rows), tmp_path / "run", config).certified
+    server.wrong = lambda number: number % 3 == 0  # since then
+    live = [LivePrompt(f"What is {i}+1?", str(i + 1)) for i in range(2000, 2200)]
+    watch = Audit(tmp_path / "run", pair, task(rows), AuditConfig(share=1.0))
+    audit(watch, live, 16)
+    state = watch.state()
+    assert state.audited == 200 and state.losses == pytest.approx(67, abs=1)
+    assert state.drifted
+    other: Any = pair_of(server, 'body={"fast": true, "more": 1}; name=fast')
+    with pytest.raises(InputError, match="was certified with candidate"):
+        Audit(tmp_path / "run", other, task(rows), AuditConfig())

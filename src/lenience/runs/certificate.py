@@ -33,6 +33,9 @@ BOUND_MODELS = (
     "generation_config",
     "heads",
     "engine",
+    "reference",
+    "candidate",
+    "claims",
 )
 """Bound facts that a pair is compared with before decoding."""
 FROM_CERTIFICATE = (
