@@ -107,9 +107,11 @@ class Calibration:
 
         return self._get(decoder, samples, phase, shown)
 
-    def alone(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Return answers by the target alone."""
+    def alone(self, samples: Sequence[Sample], seed: int | None = None) -> list[Answer]:
+        """Return answers by the target alone; `seed` is that of a draw."""
         decoder = self.decoder.with_options({"rule": "target"})
+        if seed is not None and seed != decoder.seed:
+            decoder = decoder.with_options({"seed": seed})
         return self._get(decoder, samples, "the target alone", self.progress)
 
     def _get(
@@ -143,14 +145,26 @@ class Calibration:
             known.append(answer if own else None)
             if not own and not (paired and answer.correct):
                 asked.append(sample)
-        by_id = dict(zip((sample.id for sample in asked), self.alone(asked)))
+        own_answers = self.alone(asked, decoder.seed)
+        by_id = dict(zip((sample.id for sample in asked), own_answers))
         return [
             answer or by_id.get(row.id) for answer, row in zip(known, self.prompts.rows)
         ]
 
     def losses(self, decoder: Decoder, n: int, phase: str = "") -> NDArray:
-        """Return [n] in [0, 1], of the target alone against a setting; 0 where a label is asked
-        for."""
+        """Return the losses [n] in [0, 1] of a setting against the target alone; 0 if a label is
+        missing. With several draws a prompt's loss is the mean over its draws."""
+        first = self._losses_of(decoder, n, phase)
+        further = [
+            self._losses_of(
+                decoder.with_options({"seed": decoder.seed + draw}), n, phase
+            )
+            for draw in range(1, self.config.draws)
+        ]
+        return np.mean([first, *further], 0)
+
+    def _losses_of(self, decoder: Decoder, n: int, phase: str = "") -> NDArray:
+        """Return the losses [n] of one draw."""
         lenient = self.answers(decoder, n, phase)
         if self.config.needs_target_right(self.task):
             self._check_target()
@@ -295,21 +309,42 @@ class Calibration:
 
     def lost_samples(self, decoder: Decoder, n: int) -> list[LostSample]:
         """Return the prompts on which quality was lost, with both answers."""
-        losses = self.losses(decoder, n).tolist()
+        losses = self._losses_of(decoder, n).tolist()
         lenient = self.answers(decoder, n)
         rows = zip(self.prompts.rows, losses, self.beside(decoder, lenient), lenient)
         return [
-            LostSample(
-                id=sample.id,
-                prompt=sample.prompt,
-                reference=sample.reference,
-                loss=loss,
-                target=LostAnswer(text=alone.text, answer=alone.answer),
-                lenient=LostAnswer(text=lenient.text, answer=lenient.answer),
-            )
+            _side_by_side(sample, loss, alone, lenient)
             for sample, loss, alone, lenient in rows
             if loss > self.config.at_par and alone
         ]
+
+    def gained_samples(self, decoder: Decoder, n: int) -> list[LostSample]:
+        """Return the prompts, of those that the target has answered, on which it is wrong and a
+        setting right."""
+        if not self.config.needs_references:
+            return []
+        samples = self.prompts.first(n)
+        target = self.decoder.with_options({"rule": "target"})
+        own = self._answers.known(target, samples)
+        rows = zip(samples, self.answers(decoder, n))
+        return [
+            _side_by_side(sample, 0.0, own[sample.id], lenient)
+            for sample, lenient in rows
+            if sample.id in own and lenient.correct and not own[sample.id].correct
+        ]
+
+
+def _side_by_side(
+    sample: Sample, loss: float, alone: Answer, lenient: Answer
+) -> LostSample:
+    return LostSample(
+        id=sample.id,
+        prompt=sample.prompt,
+        reference=sample.reference,
+        loss=loss,
+        target=LostAnswer(text=alone.text, answer=alone.answer),
+        lenient=LostAnswer(text=lenient.text, answer=lenient.answer),
+    )
 
 
 def _weak(task: Task, right: float, n: int) -> str:

@@ -19,7 +19,7 @@ from lenience.certification.calibration import (
     calibration,
     tokens_per_pass,
 )
-from lenience.certification.question import BINARY, CertifyConfig
+from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import FUTILITY, fixed_sequence_test
 from lenience.certification.withdrawal import account, as_it_stands, mark
 from lenience.core.files import read_json, write_json
@@ -208,6 +208,8 @@ def _certificate(
         promises_not=PROMISES_NOT,
         tried=tuple(itertools.chain.from_iterable(outcome.tried)),
         lost=tuple(on.lost_samples(setting, shown.n)),
+        gained=tuple(on.gained_samples(setting, shown.n)),
+        command=config.command,
         grading=on.task.grading,
         noise=None if on.pair.noise is None else dict(on.pair.noise),
         reason=None if best else _reason(config, shown),
@@ -312,7 +314,7 @@ def _reason(config: CertifyConfig, row: TriedSetting) -> str:
 def _too_high(config: CertifyConfig, row: TriedSetting) -> bool:
     """Return whether a setting that was given up loses too much, but for a chance of FUTILITY, and
     is not only out of reach with the prompts that there are."""
-    if config.loss not in BINARY:
+    if not config.is_binary:
         return row.losses / row.n >= config.max_drop
     return bool(binom.sf(row.losses - 1, row.n, config.max_drop) <= FUTILITY)
 

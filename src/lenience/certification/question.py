@@ -75,12 +75,17 @@ class CertifyConfig:
     allow_weak_target: bool = False
     """Ask although the target is so seldom right that little can be lost by any decoder. No part
     of the question."""
+    draws: int = 1
+    """Number of sampled answers per prompt. The prompt stays the unit: its loss is the mean over
+    its draws."""
     labels: Path | None = None
     """A JSONL file that references are asked for in: where answers differ, and a prompt has none,
     it is written there, and its reference read from there. No part of the question."""
     speeds: Mapping[str, float] = field(default_factory=dict)
     """Tokens per second of settings in a race, which are told beside their losses. No part of the
     question."""
+    command: str = ""
+    """Command that asks, for the certificate's page. Not part of the question."""
     home: Path | None = None
     """Folder of the ledger; by default the user's. Not part of the question."""
 
@@ -97,6 +102,12 @@ class CertifyConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} {value}: must be 1 or more")
+        if self.draws < 1:
+            raise InputError(f"draws {self.draws}: must be 1 or more")
+        if self.draws > 1 and not self.decoder.temperature:
+            raise InputError(
+                f"draws {self.draws}: greedy answers do not vary; give a temperature, or one draw"
+            )
         if self.loss not in LOSSES:
             raise InputError(f"loss {self.loss!r}: name one of {', '.join(LOSSES)}")
         if self.procedure not in ("auto", *TESTS):
@@ -104,8 +115,8 @@ class CertifyConfig:
             raise InputError(
                 f"procedure {self.procedure!r}: name auto or one of {known}"
             )
-        if self.procedure == "binomial" and self.loss not in BINARY:
-            mend = f"with --loss {self.loss} use betting"
+        if self.procedure == "binomial" and not self.is_binary:
+            mend = f"with --loss {self.loss} or several draws use betting"
             raise InputError(f"procedure binomial: needs losses of 0 or 1; {mend}")
         object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)))
         if not (self.rules or self.settings) or any(
@@ -155,6 +166,7 @@ class CertifyConfig:
             "procedure": self.procedure,
             "thresholds": list(self.thresholds),
             **({} if self.horizon is None else {"horizon": self.horizon}),
+            **({} if self.draws == 1 else {"draws": self.draws}),
             "ids": list(self.ids),
             "split": self.split,
             **{
@@ -164,6 +176,11 @@ class CertifyConfig:
             },
             **named,
         }
+
+    @property
+    def is_binary(self) -> bool:
+        """Return whether each prompt's loss is 0 or 1."""
+        return self.loss in BINARY and self.draws == 1
 
     def alpha(self, share: float) -> float:
         """Return the error that each rule or chain may make, of the share that the question has;
@@ -205,14 +222,15 @@ class CertifyConfig:
     def spent_over(self) -> int:
         """Return the horizon. Losses that are not 0 or 1 take more prompts."""
         usual = math.ceil(HORIZON / self.max_drop)
-        return self.horizon or (usual if self.loss in BINARY else 4 * usual)
+        return self.horizon or (usual if self.is_binary else 4 * usual)
 
     def test(self, share: float) -> Test:
         """Return how one setting is tested, of the question's share of the error."""
         given = self.bound, self.alpha(share), self.spent_over
-        if self.loss == "net" and self.procedure in ("auto", "betting"):
+        paired = self.loss == "net" and self.draws == 1
+        if paired and self.procedure in ("auto", "betting"):
             return PairedBetting(*given)
-        automatic = "binomial" if self.loss in BINARY else "betting"
+        automatic = "binomial" if self.is_binary else "betting"
         return TESTS[automatic if self.procedure == "auto" else self.procedure](*given)
 
     def num_prompts(self) -> int:

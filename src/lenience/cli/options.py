@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
@@ -255,6 +257,9 @@ class QuestionFlags:
     """Number of prompts over which the error budget is spent. Default: 50 / --max-drop, and four
     times as many for --loss net and task. A smaller horizon decides sooner if there are few
     prompts."""
+    draws: int = 1
+    """Number of sampled answers per prompt, with --temperature; a prompt's loss is the mean over
+    its draws."""
     ask_labels: Path | None = None
     """JSONL file for prompts without a reference. Prompts on which the answers differ are written
     to it; fill them in and run the command again."""
@@ -297,6 +302,8 @@ class QuestionFlags:
             options=options,
             limit=self.limit,
             horizon=self.horizon,
+            draws=self.draws,
+            command=" ".join(map(quote, ["lenience", *sys.argv[1:]])),
             labels=self.ask_labels,
             ids=read_ids(self.ids),
             split=self.split,

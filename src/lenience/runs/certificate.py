@@ -153,6 +153,10 @@ class Certificate(Record):
     tried: tuple[TriedSetting, ...] = ()
     lost: tuple[LostSample, ...] = ()
     """The prompts on which quality was lost, with both answers."""
+    gained: tuple[LostSample, ...] = ()
+    """Prompts, of those that the target answered, on which only the setting is right."""
+    command: str = ""
+    """Command that made it."""
     grading: dict[str, int] | None = None
     """Counts of a grader's judgements, see `lenience.tasks.grader.GradingCounts`."""
     noise: dict[str, int] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -85,8 +85,6 @@ class ServedOptions:
     """File of answers that are not asked for again."""
     claims: tuple[str, ...] = ()
     """User's own words about the servers, for what they do not report."""
-    client: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Further arguments of `Client`."""
 
 
 class ServedPair:
@@ -104,7 +102,9 @@ class ServedPair:
         reference: Endpoint,
         candidates: Sequence[Endpoint],
         options: ServedOptions = ServedOptions(),
+        client: Client | None = None,
     ):
+        """`client` sends the requests; by default one that is made by the options."""
         self.reference = reference
         self.candidates = {candidate.name: candidate for candidate in candidates}
         if len(self.candidates) < len(candidates):
@@ -115,7 +115,7 @@ class ServedPair:
             )
         self.options = options
         self.name = reference.url
-        self.client = Client(options.in_flight, options.store, **options.client)
+        self.client = client or Client(options.in_flight, options.store)
         self._identities: dict[Endpoint, dict[str, Any]] = {}
         self.target = ServedModel(reference, self.identity(reference))
         self.models = {"target": self.target}
