@@ -314,7 +314,7 @@ def test_one_marker_may_hold_the_other() -> None:
     assert ctx.in_span("$", "/$", torch.tensor([[4, 3, 5, 4, 3]])).tolist() == [
         [False, True, True, True, False]
     ]
-    with pytest.raises(InputError, match="not the same text"):
+    with pytest.raises(InputError, match="as different texts"):
         lenience.rule("topk:2,begin=$$,end=$$")
 
 
@@ -340,10 +340,10 @@ def test_or_binds_weaker_than_and() -> None:
     [
         ("topk:99999999999999999999", "32 bits"),
         ("exact&topk:2", "joined by |"),
-        ("block|topk:2", "cannot be joined"),
-        ("ensemble:0.5|exact", "cannot be joined"),
-        ("mentored:1&topk:2", "cannot be joined"),
-        ("fly|topk:3", "cannot be joined"),
+        ("block|topk:2", "cannot be combined"),
+        ("ensemble:0.5|exact", "cannot be combined"),
+        ("mentored:1&topk:2", "cannot be combined"),
+        ("fly|topk:3", "cannot be combined"),
         ("topk:2&", "a rule is missing"),
         ("topk:2,floor=2", "floor 2: must be"),
         ("topk:2,budget=-1", "budget -1"),

@@ -176,7 +176,7 @@ def test_a_certificate_binds_how_prompts_are_made(chatting: str) -> None:
             {"template_options": {"thinking": True}},
             "template option thinking: .* has none",
         ),
-        ({"template_options": {"enable_thinking": object()}}, "what JSON can hold"),
+        ({"template_options": {"enable_thinking": object()}}, "give JSON values"),
     ],
 )
 def test_what_a_template_cannot_do_is_refused(

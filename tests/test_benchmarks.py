@@ -672,7 +672,7 @@ def test_wrong_options_and_files_of_others_are_told(
 def test_data_that_is_not_there_or_is_several_is_told(tmp_path: Path) -> None:
     for data, message in (
         (tmp_path / "no.jsonl", "no such file or folder"),
-        ("no-such-org/no-such-data", "is no file here, nor a dataset"),
+        ("no-such-org/no-such-data", "is neither a file nor a dataset"),
         (jsonl(tmp_path / "x.txt", []), "is none of .jsonl"),
     ):
         with pytest.raises(InputError, match=message):
@@ -746,7 +746,7 @@ def test_folds_of_what_has_a_test_set_are_refused(tmp_path: Path) -> None:
     for role in ("train", "test"):
         jsonl(tmp_path / f"{role}.jsonl", gsm_rows(4))
     for spec in ("gsm8k:fold=1", "gsm8k:sets=whole"):
-        with pytest.raises(InputError, match="has a test set of its own"):
+        with pytest.raises(InputError, match="has its own test set"):
             lenience.task(spec, data=tmp_path)
     assert len(list(lenience.task("gsm8k", data=tmp_path).samples("test"))) == 4
 

@@ -85,10 +85,10 @@ def test_medusa_files(which: str, llama: Pair, tmp_path: Path) -> None:
     [
         (
             b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-            "a pointer of Git LFS",
+            "a Git LFS pointer",
         ),
-        (b"not a file of torch", "no file of torch's"),
-        (b"", "no file of torch's"),
+        (b"not a file of torch", "not a PyTorch file"),
+        (b"", "not a PyTorch file"),
     ],
 )
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
@@ -109,7 +109,7 @@ def test_files_of_something_else(
         ({"heads": 0}, "0 heads"),
         ({"fingerprints": None}, "fingerprints is no table"),
         ({"metrics": []}, "metrics is no table"),
-        ({"fingerprint": "x"}, "not of the same fit"),
+        ({"fingerprint": "x"}, "come from different training runs"),
     ],
 )
 def test_our_own_heads(
@@ -191,7 +191,7 @@ EAGLE = {
         eagle(intermediate_size=7),
         "gate_proj.weight is 40 × 32",
     ),
-    "another kind": (eagle(speculators_model_type="dflash"), "it is of dflash"),
+    "another kind": (eagle(speculators_model_type="dflash"), "its kind is dflash"),
     "positions of nonsense": (
         eagle(rope_scaling={"rope_type": "foo", "factor": 2.0}),
         "cannot be read",
@@ -269,7 +269,7 @@ STORES = {
     ),
     "tokens that are short": (
         damaged("tokens.npy", np.zeros(3, np.int32)),
-        "same corpus",
+        "different corpora",
     ),
     "suffixes that are long": (
         damaged("suffixes.npy", np.zeros(6, np.int64)),
@@ -316,7 +316,7 @@ def test_drafters_on_the_hub(
         assert outs[1].tokens == outs[0].tokens
     with pytest.raises(InputError, match="is missing in LENIENCE_HUB"):
         llama.generate("w1", drafter="medusa:hf:org/none")
-    with pytest.raises(InputError, match="hf:none: is no name on the Hub"):
+    with pytest.raises(InputError, match="hf:none: is not a Hub name"):
         llama.generate("w1", drafter="medusa:hf:none")
     (tmp_path / "org" / "eagle" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(InputError, match="eagle hf:org/eagle: cannot be read"):

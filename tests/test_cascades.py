@@ -243,12 +243,12 @@ REFUSED = {
     "skip:3": "layers 1 to 2",
     "skip:1,2": "layers 1 to 2",
     "skip:1,1": "each once",
-    "ngram>suffix": "suffix has no passes to save",
+    "ngram>suffix": "suffix runs no model",
     "model>model": "model cannot draft for another drafter",
     "ngram+model": r"Write ngram:4\+model",
     "ngram:0+model": "name 1 or more",
-    "ngram:1+suffix:1+model": "joins two drafters",
-    "ngram>exit:1>model": "joins two drafters",
+    "ngram:1+suffix:1+model": "combines two drafters",
+    "ngram>exit:1>model": "combines two drafters",
 }
 
 

@@ -674,7 +674,7 @@ def test_wrong_questions_are_refused(llama: Pair, task: Echo, tmp_path: Path) ->
         ({"procedure": "magic"}, "procedure 'magic'"),
         ({"procedure": "binomial", "loss": "net"}, "0 or 1"),
         ({"rules": ("target",)}, "that draft"),
-        ({"rules": ()}, "one or more"),
+        ({"rules": ()}, "name a rule that drafts"),
     ):
         with pytest.raises(InputError, match=says):
             question(**given)

@@ -182,9 +182,9 @@ def test_show_colours_without_losing_text() -> None:
         (["compare", "--rule", "certified:{tmp}"], "certified"),
         (
             ["fit", "{tmp}", "--of", "topk:2"],
-            "--of: says what a stop learns from; give --stop",
+            "--of: names the rule that a stop learns from; give --stop",
         ),
-        (["fit", "{tmp}", "--stop", "--of", "target"], "--of target: rejects nothing"),
+        (["fit", "{tmp}", "--stop", "--of", "target"], "--of target: rejects no tokens"),
         (["fit", "{tmp}", "--stop", "--of", "topk"], "rule 'topk': topk needs k"),
         (
             ["compare", "--rule", "exact", "--stop", "confidence:2"],
@@ -197,7 +197,7 @@ def test_show_colours_without_losing_text() -> None:
         (["mine"], "--out"),
         (["fit", "{tmp}/nothing"], "holds no mining run; lenience mine --out"),
         (["fit", "{tmp}", "--ahead", "65"], "ahead 65: must be from 0 to 64"),
-        (["fit", "{tmp}", "--stop", "--ahead", "2"], "--ahead: is for judges"),
+        (["fit", "{tmp}", "--stop", "--ahead", "2"], "--ahead: needs a judge"),
         (["tune", "{tmp}"], "has no judge"),
         (
             ["tune", "{tmp}", "--rule", "topk", "--prompts", "3"],
@@ -227,7 +227,7 @@ def test_show_colours_without_losing_text() -> None:
         ),
         (
             ["generate", "Ann", "--drafter", "ngram>suffix"],
-            "suffix has no passes to save",
+            "suffix runs no model",
         ),
         (["generate", "Ann", "--drafter", "exit:9"], "the target has 8 layers"),
         (

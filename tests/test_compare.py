@@ -405,7 +405,7 @@ def test_a_comparison_with_a_judge_that_was_fitted_anew_is_another_one(
     compare(*given, windows=(3,), limit=2, out=tmp_path / "c")
     head.threshold = 0.75  # as another --recall gives it
     head.save(tmp_path / "judge")
-    with pytest.raises(InputError, match="has been fitted anew"):
+    with pytest.raises(InputError, match="was trained again since"):
         compare(*given, windows=(3,), limit=2, out=tmp_path / "c")
 
 
@@ -451,7 +451,7 @@ def test_a_wrong_option_leaves_no_folder(llama: Pair, tmp_path: Path) -> None:
         ({"temperature": -1.0}, "temperature"),
         ({"seed": 2**70}, "64 bits"),
         ({"windows": [-1]}, "window -1"),
-        ({"tree": "auto"}, "leave tree auto out"),
+        ({"tree": "auto"}, "tree auto cannot be compared"),
     ):
         with pytest.raises(InputError, match=says):
             compare(
@@ -802,14 +802,14 @@ def test_a_comparison_of_another_version_is_told(llama: Pair, tmp_path: Path) ->
     del asked["settings"]
     (tmp_path / "compare.json").write_text(json.dumps(asked))
     with pytest.raises(
-        InputError, match=r"compare.json: says no settings, .*another folder"
+        InputError, match=r"compare.json: has no settings, .*another folder"
     ):
         comparing.compare(llama, ParityTask(), config, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["rule", "window"])
 def test_options_of_a_comparison_name_neither_rule_nor_window(name: str) -> None:
-    with pytest.raises(InputError, match=f"options: {name} is said in {name}s"):
+    with pytest.raises(InputError, match=f"options: give {name} in {name}s"):
         CompareConfig(("exact",), options={name: "exact" if name == "rule" else 4})
 
 

@@ -252,7 +252,7 @@ def test_the_command_and_its_refusals(
     about = json.loads(capsys.readouterr().out)
     assert set(about) == documented(["datastore"])[0]
     assert about["documents"] == 1 and about["drafter"] == f"datastore:{out}"
-    with pytest.raises(InputError, match="of another tokenizer"):
+    with pytest.raises(InputError, match="with another tokenizer"):
         llama.generate("w1", drafter=f"datastore:{out}")
     assert status(str(tmp_path / "none.txt")) == 2
     (tmp_path / "empty.txt").write_text("")
@@ -266,7 +266,7 @@ def test_the_command_and_its_refusals(
             llama.generate("w1", drafter=spec)
     np.save(out / "suffixes.npy", np.zeros(1, np.int32))
     (out / "datastore.json").touch()
-    with pytest.raises(InputError, match="not of the same corpus"):
+    with pytest.raises(InputError, match="not of the different corpora"):
         llama.generate("w1", drafter=f"datastore:{out}")
 
 

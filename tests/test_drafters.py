@@ -173,9 +173,9 @@ def test_finished_answers_are_proposed_again(checkpoints) -> None:
     one = pair.generate([3, 4, 5], rule="target", **drawn, max_new_tokens=30)
     assert pair.generate([3, 4, 5], **options, **drawn).tokens == one.tokens
     for wrong in ({"rule": "topk:2"}, {"rule": "speculative", **drawn}):
-        with pytest.raises(InputError, match="proposes by what was answered before"):
+        with pytest.raises(InputError, match="proposes tokens from earlier answers"):
             pair.generate([3], **{**options, **wrong})
-    with pytest.raises(InputError, match="proposes by what was answered before"):
+    with pytest.raises(InputError, match="proposes tokens from earlier answers"):
         pair.generate([3], rule="topk:2", drafter="ngram|suffix:finished=true")
 
 
@@ -508,7 +508,7 @@ def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
 
 
 def test_too_few_answers_are_refused(llama: Pair, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="3 answers to learn from, and 10"):
+    with pytest.raises(InputError, match="3 answers are too few, 10"):
         fit_to_answers(llama, [([1], [2, 3])] * 3, DrafterPlan("medusa", tmp_path))
 
 

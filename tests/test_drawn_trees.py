@@ -214,7 +214,7 @@ def test_a_whole_decode_on_drawn_trees_follows_the_targets_distribution(
         ({"tree": "dynamic:4,draw=with-replacement"}, "no argument 'draw'"),
         (
             {"tree": "cartesian:2,draw=with-replacement", "drafter": "model|ngram"},
-            "joins several",
+            "combines several",
         ),
         (
             {"tree": "cartesian:2,draw=with-replacement", "rule": "lenient:0.5"},

@@ -296,7 +296,7 @@ def test_eagle_learns_and_goes_on_after_a_stop(llama: Pair, tmp_path: Path) -> N
             {**json.loads((plan.out / "eagle.json").read_text()), "fingerprint": "0"}
         )
     )
-    with pytest.raises(InputError, match="not of the same fit"):
+    with pytest.raises(InputError, match="come from different training runs"):
         _ = parse_drafter(spec).head
 
 

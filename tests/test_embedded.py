@@ -186,7 +186,7 @@ def test_its_judge_is_certified_on_prompts_that_it_has_not_learned_from(
 def test_its_judge_and_its_stop_are_not_asked_of_another_pair(llama: Pair) -> None:
     for rule in ("judge@0.9", "judge:unchecked=true@0.9"):
         with pytest.raises(
-            InputError, match="judge without a path is that of the built-in pair"
+            InputError, match="judge without a path belongs to the built-in pair"
         ):
             llama.generate("1 2 3", rule=rule)
     with pytest.raises(InputError, match="one; name yours, head:RUN/stop, which"):

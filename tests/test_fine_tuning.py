@@ -94,4 +94,4 @@ def test_only_blockwise_heads_take_a_target_along(
     with pytest.raises(SystemExit) as ended:
         main(["fit", str(tmp_path), *drafter, "--tune-target"])
     assert ended.value.code == 2
-    assert "lenience: --tune-target: is of " in capsys.readouterr().err
+    assert "lenience: --tune-target: needs --drafter" in capsys.readouterr().err

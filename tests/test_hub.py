@@ -76,7 +76,7 @@ def test_a_wrong_name_is_refused(name: str, fitted: str, hub: Path) -> None:
 
 
 def test_what_is_not_there_is_told(hub: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="hf:org/none: there is none"):
+    with pytest.raises(InputError, match="hf:org/none: is missing"):
         load_head("hf:org/none")
     with pytest.raises(InputError, match="holds no head"):
         push(tmp_path, "org/none", None, private=False)

@@ -31,7 +31,7 @@ def test_a_checkpoint_is_known_as_the_model_loaded_from_it(
 def test_a_folder_without_whole_weights_is_refused(
     tmp_path: Path, checkpoints: Callable[[str], tuple[str, str]]
 ) -> None:
-    with pytest.raises(InputError, match="there is no safetensors file"):
+    with pytest.raises(InputError, match="has no safetensors file"):
         checkpoint_fingerprint(tmp_path)
     folder = Path(shutil.copytree(checkpoints("llama")[0], tmp_path / "torn"))
     weights = folder / "model.safetensors"

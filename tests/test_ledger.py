@@ -418,7 +418,7 @@ def test_labels_are_asked_only_where_answers_differ(
     pair = Stub(
         llama, lambda prompt: order.setdefault(prompt, len(order)) in (3, 7, 11)
     )
-    with pytest.raises(InputError, match="without a reference; --ask-labels"):
+    with pytest.raises(InputError, match="without a reference; collect them with --ask-labels"):
         certify(pair, Rows(900, None), tmp_path / "run", question())
     path = tmp_path / "labels.jsonl"
     asked = question(labels=path)
@@ -462,7 +462,7 @@ def test_a_label_that_cannot_be_right_is_refused(llama: Pair, tmp_path: Path) ->
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(
-        InputError, match=r"the reference '\?' of \d+ is one to which no answer"
+        InputError, match=r"the reference '\?' of \d+ equals no possible answer"
     ):
         certify(pair, task, tmp_path / "run", question(labels=path, max_drop=0.3))
 

@@ -704,7 +704,7 @@ def test_a_sample_that_stands_twice_is_refused(llama: Pair, tmp_path: Path) -> N
     first, *others = journal.read_text().splitlines(keepends=True)
     journal.write_text("".join([first, *others, first]))
     id = json.loads(first)["id"]
-    with pytest.raises(InputError, match=f"sample {id} stands in lines 1 and 4"):
+    with pytest.raises(InputError, match=f"sample {id} is in lines 1 and 4"):
         compute_features(llama, tmp_path, Inputs())
 
 
@@ -908,5 +908,5 @@ def test_a_forecast_known_by_hand() -> None:
     unsure = forecast([mined_sample(0, 0, 1), mined_sample(1, 2, 1)], 10)
     assert unsure.samples == 10 and unsure.samples_interval[1] is None
     for few in ([], samples[:1], [mined_sample(0, 0, 1)] * 3):
-        with pytest.raises(InputError, match="too few to tell from; give --limit"):
+        with pytest.raises(InputError, match="too few for an estimate; give --limit"):
             forecast(few, 10)

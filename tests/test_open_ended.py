@@ -311,7 +311,7 @@ def test_failures_for_the_moment_are_tried_again_and_others_end(serve: Any) -> N
     with pytest.raises(RuntimeError, match="401"):
         Endpoint(server.url, wait=0.01).ask(ask)
     assert server.asked == 1
-    with pytest.raises(InputError, match=r"Connection refused.*is a server there"):
+    with pytest.raises(InputError, match=r"Connection refused.*check that the server runs"):
         Endpoint("http://127.0.0.1:9/v1", wait=0.001)
     with pytest.raises(InputError, match="write URL or URL,model=NAME"):
         Endpoint(f"{server.url},temperature=1")
@@ -600,7 +600,7 @@ def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
     again = compare(pair, task, config, out)
     assert [row.human.wins for row in again.rows if row.human] == [grades.wins]
     for content, message in (
-        ({"page": "other", "grades": {"0": "tie"}}, "is of another page"),
+        ({"page": "other", "grades": {"0": "tie"}}, "belongs to another page"),
         ({"page": name, "grades": {"0": "best"}}, "a grade is left, tie or right"),
         ({"page": name, "grades": {"99": "tie"}}, "a grade is left, tie or right"),
         ({"page": name, "grades": {}}, "no pair is graded yet"),
@@ -674,7 +674,7 @@ def test_prompts_that_are_too_long_are_named_or_left_out(
     asked = CertifyConfig(
         rules=("topk:2",), loss="disagreement", options={"max_new_tokens": 8}
     )
-    long = r"sample gsm-3: the prompt has 50\d\d tokens, .* or leave such out \(--skip-long\)"
+    long = r"sample gsm-3: the prompt has 50\d\d tokens, .* or leave out long prompts \(--skip-long\)"
     with pytest.raises(InputError, match=long):
         certify(pair, task, tmp_path / "run", asked)
     with pytest.raises(InputError, match=long):

@@ -90,8 +90,8 @@ def test_shapes_are_read_level_by_level() -> None:
     assert shape.parents == [-1, -1, 0, 2, 2] and shape.size == 5
     assert str(shape) == "shape:2,1,0,2" and parse_tree(str(shape)) == shape
     for spec, match in {
-        "shape:0": "says the children",
-        "shape:1,0,0,1": "says the children|follow itself",
+        "shape:0": "lists the children",
+        "shape:1,0,0,1": "lists the children|follow itself",
         "shape:1,0,1": "follow itself",
         "shape:-1": "must be 0 or more",
         "shape:2000": "at most 1024",

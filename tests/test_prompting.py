@@ -56,13 +56,13 @@ def test_many_prompts_are_answered_in_their_order(tmp_path: Path) -> None:
         (["@nowhere.txt"], "PROMPT nowhere.txt: cannot be read"),
         (["--messages", "nowhere.json"], "--messages nowhere.json: cannot be read"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
-        (["a", "--prompts", "x.txt"], "--prompts: are all prompts"),
-        (["--prompts", "x.txt", "--show"], "leave --show and --profile out"),
+        (["a", "--prompts", "x.txt"], "--prompts: replaces PROMPT"),
+        (["--prompts", "x.txt", "--show"], "cannot be combined with --show or --profile"),
         (
             ["--prompts", "x.txt", "--batch-size", "0"],
             "--batch-size 0: must be 1 or more",
         ),
-        (["a", "--messages", "x.json"], "--messages: is a prompt itself"),
+        (["a", "--messages", "x.json"], "--messages: replaces PROMPT"),
     ],
 )
 def test_what_is_no_prompt_is_told(arguments: list[str], says: str) -> None:

@@ -461,7 +461,7 @@ def test_what_loading_would_ignore_is_refused(checkpoints) -> None:
             {"target_kwargs": {"dtype": torch.float32}},
             "target_kwargs: give dtype by",
         ),
-        ((target,), {"dtype": torch.float32}, "dtype torch.float32: there is none"),
+        ((target,), {"dtype": torch.float32}, "dtype torch.float32: is unknown"),
         ((3,), {}, "target 3: is neither a name or folder nor a loaded"),
         ((torch.nn.Linear(1, 1),), {}, "target Linear.*: is neither"),
         (

@@ -224,15 +224,15 @@ def test_samples_that_the_head_has_learned_from_are_left_out(
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        (Decoder.of(rule="target"), "name a rule that goes on as the target does"),
+        (Decoder.of(rule="target"), "name a rule that decodes greedily and continues as the target does"),
         (
             Decoder.of(rule="ensemble:0.5"),
-            "name a rule that goes on as the target does",
+            "name a rule that decodes greedily and continues as the target does",
         ),
         (Decoder.of(rule="exact", temperature=1.0), "greedily"),
         (
             replace(Decoder(), bound_to=Binding("certified:run", {})),
-            "compare the rule that it certifies",
+            "compare the certified rule",
         ),
     ],
 )

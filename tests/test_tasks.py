@@ -284,7 +284,7 @@ def test_files_that_are_splits(tmp_path: Path) -> None:
     assert len(take(both, "train", None)) == len(take(both, "test", None)) == 5
     mixed = f"{named['gsm_train']},{named['testimonials']}"
     with pytest.raises(
-        InputError, match=r"testimonials.jsonl, line 1: says no split, as others"
+        InputError, match=r"testimonials.jsonl, line 1: names no split, as other files"
     ):
         lenience.task(mixed, answer="choice")
     neither = lenience.task(
@@ -313,7 +313,7 @@ def test_rows_that_have_other_names_are_told_how_to_be_read(tmp_path: Path) -> N
         ({"prompt_template": "{"}, "braces twice"),
         ({"prompt_template": "{}"}, "braces twice"),
         ({"prompt_template": "{question[a]}"}, "braces twice"),
-        ({"prompt_template": "x", "prompt_field": "x"}, "both say the prompt"),
+        ({"prompt_template": "x", "prompt_field": "x"}, "both name the prompt"),
         (
             {"prompt_field": "question", "reference_field": "answer"},
             "try --answer number-after",
@@ -346,10 +346,10 @@ def test_rows_that_have_other_names_are_told_how_to_be_read(tmp_path: Path) -> N
     [
         ("{", {}, "line 2: not JSON"),
         ({"prompt": 5}, {}, 'line 2: its "prompt" is no text: 5'),
-        ({"prompt": "y", "id": "1"}, {}, "'1' has come before"),
+        ({"prompt": "y", "id": "1"}, {}, "'1' is a duplicate"),
         ({"question": "x"}, {}, 'line 2: needs a "prompt"'),
         ({"prompt": "x"}, {"answer": "x"}, "regex:PATTERN"),
-        ({"prompt": "y", "id": 1}, {}, "'1' has come before"),
+        ({"prompt": "y", "id": 1}, {}, "'1' is a duplicate"),
         ({"messages": [1, 2]}, {}, "line 2: needs"),
         ({"prompt": None}, {}, "line 2: needs"),
         ({"prompt": "x"}, {"answer": "regex:("}, "not a regular expression"),
@@ -471,7 +471,7 @@ def test_how_answers_are_found_must_be_said(
     rows = [{"prompt": "x", "reference": reference} for reference in references]
     path = write(tmp_path / "t.jsonl", rows)
     with pytest.raises(
-        InputError, match=r"say how answers are found \(--answer\)"
+        InputError, match=r"name how answers are found \(--answer\)"
     ) as error:
         lenience.task(str(path))
     assert says in str(error.value)

@@ -269,7 +269,7 @@ def test_what_passed_is_told_the_fastest_first(monkeypatch: pytest.MonkeyPatch) 
         ]
     )
     assert said[0].endswith(
-        "timed anew on 4 prompts, in tokens/s: judge@0.9 (window 16) 120, exact "
+        "timed again on 4 prompts, in tokens/s: judge@0.9 (window 16) 120, exact "
         "(window 8) 60, "
         "the target alone 20"
     )
@@ -447,7 +447,7 @@ def test_judges_race_with_the_drafter_that_they_were_mined_with(
     )
     Head(weight, 0.0, inputs, 0.5, llama.fingerprints).save(run / "anywhere")
     with pytest.warns(
-        UserWarning, match="drafter suffix: a judge that was mined with the draft"
+        UserWarning, match="drafter suffix: the judge was mined with drafter model"
     ):
         llama.decoder({"rule": f"judge:{run / 'anywhere'}@0.9", "drafter": "suffix"})
     with warnings.catch_warnings():
@@ -465,8 +465,8 @@ def test_wrong_questions_are_told(llama: Pair, task: Echo, run: Path) -> None:
             TuneConfig(CertifyConfig(("topk",)), **empty)  # type: ignore[arg-type]
     right = config(run)
     for wrong, says in (
-        ({"window": 4}, "options: window is what is tuned"),
-        ({"stop": "fixed"}, "options: stop is what is tuned"),
+        ({"window": 4}, "options: window is chosen by tuning"),
+        ({"stop": "fixed"}, "options: stop is chosen by tuning"),
         ({"temperature": 1.0}, "temperature: what is tuned is greedy"),
     ):
         with pytest.raises(InputError, match=says):

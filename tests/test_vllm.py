@@ -666,9 +666,9 @@ def test_what_cannot_be_done_as_asked_is_refused_before_the_start(
     for changes, message in (
         (asks("topk"), "topk needs k"),
         (asks("topk:3", windw=4), "has windw, which is unknown"),
-        (asks(f"judge:{both}@0.5"), "fit a judge with --models target"),
+        (asks(f"judge:{both}@0.5"), "train a judge with --models target"),
         (asks(f"judge:{other}@0.5"), "was fitted to another target"),
-        ({**asks("topk:3"), "speculative_config": None}, "drafts nothing"),
+        ({**asks("topk:3"), "speculative_config": None}, "does not draft"),
         ({**asks("topk:3"), "speculative_config": synthetic}, "is a rule of its own"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -196,7 +196,7 @@ def test_a_start_up_line_names_rule_head_and_versions(
 @pytest.mark.parametrize(
     ("rule", "changes", "message"),
     [
-        ("topk:3", {"speculative_config": None}, "drafts nothing"),
+        ("topk:3", {"speculative_config": None}, "does not draft"),
         (
             "topk:3",
             {"rejection_sample_method": "synthetic"},
@@ -230,7 +230,7 @@ def test_heads_that_do_not_fit_are_refused(
             checks.check(server, config(**changes))
 
     own, target = built_in.fingerprints, Inputs(("target",))
-    refused(Inputs(), own, "fit a judge with --models target")
+    refused(Inputs(), own, "train a judge with --models target")
     refused(Inputs(("target",), layers=(-1,)), own, "fit a judge without --layer")
     refused(target, {**own, "target": "another"}, "was fitted to another target")
     refused(target, {**own, "draft": "another"}, "was fitted to another draft")

@@ -381,12 +381,15 @@ def fitted_drafters(
 
 
 def drafters_for(rule: Rule, drafters: Sequence[str]) -> list[str]:
-    """Return those of some drafters that race with a rule: a judge has learned from what the draft
-    model proposes, and what it makes of other proposals is fast and wrong."""
+    """Return the drafters that race with a rule. A judge races with the drafter that it was mined
+    with, as it is fast and wrong on the tokens of others."""
     if not rule.heads:
         return list(drafters)
+    mined = [part.head.drafter for part in rule.heads]
     return [
-        name for name in drafters if Decoder.of(drafter=name).drafter.proposes_as_draft
+        name
+        for name in drafters
+        if all(Decoder.of(drafter=name).drafter.record == record for record in mined)
     ]
 
 

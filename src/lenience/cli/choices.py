@@ -71,8 +71,7 @@ class Models:
         """Load the pair. `tokens` is about how many new tokens will be decoded, from which it
         follows whether exporting the models pays. Raises InputError if a draft is needed and none
         is named."""
-        if self.engine == "openai":
-            raise InputError("--engine openai: name a server (--reference)")
+        self.check_engine(has_servers=False)
         if self.target is not None and self.draft is None and needs_draft:
             raise InputError(
                 "--draft: name a draft model, or a --drafter that needs none"
@@ -90,6 +89,16 @@ class Models:
             raise InputError(f"--engine-arg {self.engine_arg[0]}: needs --engine vllm")
         compile_pair(pair, self.compile, tokens)
         return pair
+
+    def check_engine(self, has_servers: bool) -> None:
+        """Raise InputError for an engine that contradicts the servers."""
+        if self.engine == "openai" and not has_servers:
+            raise InputError("--engine openai: name a server (--reference)")
+        given = {"target": self.target, "draft": self.draft}
+        given["engine vllm"] = "vllm" if self.engine == "vllm" else None
+        for flag, value in given.items():
+            if has_servers and value is not None:
+                raise InputError(f"--{flag}: cannot be combined with --reference")
 
     def loading(self) -> dict[str, Any]:
         """Return the options of `load_pair` but for compile, in plain values."""

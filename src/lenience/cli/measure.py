@@ -45,43 +45,30 @@ if TYPE_CHECKING:
 
 def compare(
     *,
-    run: Path | None = None,
     flags: CompareFlags | None = None,
     decoding: CompareDecoding | None = None,
     choice: TaskChoice | None = None,
     models: Models | None = None,
-    servers: Servers | None = None,
     json: Json = False,
 ) -> None:
     """Compare acceptance rules or whole decoders on a task's test samples: quality and speed with
-    95 % intervals.
-
-    Parameters
-    ----------
-    run
-        Run folder whose models and task are used unless flags name others.
-    """
+    95 % intervals."""
     flags = flags or CompareFlags()
-    servers = servers or Servers()
-    if models is not None and models.engine == "openai" and not servers.named:
-        models.load()  # raises
-    if servers.named:
-        flags.setting = (*flags.setting, *servers.settings())
+    servers = flags.servers
+    models = models or Models()
+    models.check_engine(servers.named)
     config = flags.config(given(decoding))
     if flags.out is not None:
         check_folder(flags.out)
     choice = choice or TaskChoice()
-    models = models or Models()
-    if run is not None:
-        choice = choice_of(known_run(run), choice)
-        models = models_of(run, models)
+    if flags.run is not None:
+        choice = choice_of(known_run(flags.run), choice)
+        models = models_of(flags.run, models)
     task = choice.load()
     if servers.named:
-        pair = servers.pair(models, flags.out and flags.out / STORE)
+        pair = servers.pair(models.system, flags.out and flags.out / STORE)
     else:
-        drafts = any(map(needs_draft, config.decodings()))
-        answers = len(config.decodings()) * (config.limit or MANY)
-        pair = models.load(answers * expected_tokens(config.options, task), drafts)
+        pair = _pair_to_compare(models, config, task)
     with fitting(pair, task, choice) as fits:
         frontier = compare_run(pair, fits, config, flags.out)
     speeds = _time_servers(servers, pair, task, config) if servers.named else []
@@ -96,6 +83,13 @@ def compare(
         whole = frontier.to_json()
         kept = {key: value for key, value in whole.items() if key != "examples"}
         print_json({**kept, "endpoints": speeds} if speeds else kept)
+
+
+def _pair_to_compare(models: Models, config: CompareConfig, task: Task) -> Pair:
+    """Load the pair of a comparison, with a draft if a decoder needs one."""
+    drafts = any(map(needs_draft, config.decodings()))
+    answers = len(config.decodings()) * (config.limit or MANY)
+    return models.load(answers * expected_tokens(config.options, task), drafts)
 
 
 def _time_servers(
@@ -168,7 +162,6 @@ def certify(
     decoding: CertifyDecoding | None = None,
     choice: TaskChoice | None = None,
     models: Models | None = None,
-    servers: Servers | None = None,
     json: Json = False,
 ) -> None:
     """Certify the most lenient setting of a rule whose loss is at most --max-drop with the given
@@ -183,9 +176,9 @@ def certify(
 
     flags = flags or CertifyFlags()
     check_limit(flags.limit)
-    servers = servers or Servers()
-    if servers.named:
-        flags.serve(servers.settings())
+    servers = flags.servers
+    models = models or Models()
+    models.check_engine(servers.named)
     config = flags.config(run, given(decoding))
     choice = choice_of(run, choice or TaskChoice())
     task = choice.load()
@@ -194,7 +187,7 @@ def certify(
         take(task, config.split, 1)
     answers = flags.pilot if flags.plan else config.num_prompts()
     if servers.named:
-        pair = _served(servers, models or Models(), run, config, task)
+        pair = _served(servers, models, run, config, task)
         remember(run, Models(), choice)
     else:
         drafts = needs_draft(decoder_of(given(decoding)))
@@ -223,7 +216,7 @@ def _served(
 
     check_folder(run)
     run.mkdir(parents=True, exist_ok=True)
-    pair = servers.pair(models, run / STORE)
+    pair = servers.pair(models.system, run / STORE)
     samples = take(task, config.split, FLOOR)
     servers.say_plan(config.num_prompts(), task, samples)
     alone = for_task(config.decoder, config.options, task).with_options(
@@ -276,7 +269,6 @@ def audit(
     flags: AuditFlags | None = None,
     choice: TaskChoice | None = None,
     models: Models | None = None,
-    servers: Servers | None = None,
     json: Json = False,
 ) -> None:
     """Check a certificate on live prompts: answer a random share of them with the certified rule
@@ -305,8 +297,10 @@ def audit(
         share=flags.share, confidence=flags.confidence, seed=flags.seed
     )
     config.check()
-    if servers is not None and servers.named:
-        pair = servers.pair(models or Models(), run / STORE)
+    models = models or Models()
+    models.check_engine(flags.servers.named)
+    if flags.servers.named:
+        pair = flags.servers.pair(models.system, run / STORE)
     else:
         pair = models_of(run, models).load(len(rows) * expected_tokens({}, task))
     state = audit_run(pair, task, run, rows, config, batch_size=flags.batch_size)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
+from lenience.cli.servers import Servers
 from lenience.core.errors import InputError, reason
 from lenience.decoding.options import (
     Options,
@@ -277,7 +278,7 @@ class QuestionFlags:
     def __post_init__(self) -> None:
         self._chains: tuple[tuple[str, ...], ...] = ()
 
-    def serve(self, settings: tuple[str, ...]) -> None:
+    def ask_about(self, settings: tuple[str, ...]) -> None:
         """Ask about servers, by their settings."""
         if self.rule or self.threshold:
             raise InputError("--rule, --threshold: cannot be combined with --candidate")
@@ -323,12 +324,15 @@ class CertifyFlags(QuestionFlags):
     """Number of prompts in the pilot; they are used up."""
     fail_if_not_certified: Flag = False
     """End with exit status 1 if nothing is certified."""
+    servers: Servers = field(default_factory=Servers)
 
     def config(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
         """Return the question. Raises InputError for what is wrong with it, before models are
         loaded."""
         if self.pilot < 1:
             raise InputError(f"--pilot {self.pilot}: must be 1 or more")
+        if self.servers.named:
+            self.ask_about(self.servers.settings())
         return self.question(run, options)
 
 
@@ -391,11 +395,14 @@ class AuditFlags:
     """Number of prompts per batch."""
     seed: int = 0
     """Random seed for choosing prompts."""
+    servers: Servers = field(default_factory=Servers)
 
 
 @Parameter(name="*")
 @dataclass
 class CompareFlags:
+    run: Path | None = None
+    """Run folder whose models and task are used unless flags name others."""
     rule: tuple[str, ...] = ()
     """Rule to compare, one row each; may be repeated. The target alone and the draft alone are
     always included. all stands for a grid of every rule, and of thresholds for a judge named
@@ -419,6 +426,7 @@ class CompareFlags:
     out: Path | None = None
     """Folder for frontier.json and report.html. A comparison in it resumes, and further rules join
     it: earlier answers are kept, and all settings are timed again in turn."""
+    servers: Servers = field(default_factory=Servers)
 
     def config(self, options: Mapping[str, Any]) -> CompareConfig:
         """Return what is compared. Raises InputError for what is wrong with it, before models are
@@ -430,7 +438,7 @@ class CompareFlags:
             raise InputError("--window: must be 1 or more")
         config = CompareConfig(
             rules=self.rule,
-            settings=self.setting,
+            settings=(*self.setting, *self.servers.settings()),
             windows=self.window or DEFAULT_WINDOWS,
             options=options,
             limit=self.limit,

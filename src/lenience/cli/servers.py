@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import Group, Parameter
 
-from lenience.cli.choices import Models
 from lenience.cli.console import say, screen
 from lenience.core.errors import InputError
 
@@ -46,37 +45,33 @@ class Servers:
     def named(self) -> bool:
         return self.reference is not None or bool(self.candidate)
 
-    def pair(self, models: Models, store: Path | None, candidates: bool = True) -> Pair:
+    def pair(self, system: str | None, store: Path | None) -> Pair:
         """Return the endpoints in the role of a pair. Raises InputError for a missing or wrong
         endpoint."""
         from lenience.integrations.endpoints.endpoint import Endpoint
         from lenience.integrations.endpoints.pair import ServedOptions, ServedPair
 
-        self.check(candidates)
+        self.check()
         assert self.reference is not None
         if self.in_flight < 1:
             raise InputError(f"--in-flight {self.in_flight}: must be 1 or more")
         self.prices()
-        given = {"--target": models.target, "--draft": models.draft}
-        for flag, name in given.items():
-            if name is not None:
-                raise InputError(f"{flag}: cannot be combined with --reference")
         reference = Endpoint.parse(self.reference, "--reference", "reference")
         others = [
             Endpoint.parse(text, "--candidate", f"candidate-{number}")
             for number, text in enumerate(self.candidate, 1)
         ]
-        options = ServedOptions(self.in_flight, models.system, store, self.claim)
+        options = ServedOptions(self.in_flight, system, store, self.claim)
         with screen.status("asking the servers"):
             return cast("Pair", ServedPair(reference, others, options))
 
-    def check(self, candidates: bool = True) -> None:
+    def check(self) -> None:
         """Raise InputError if the reference or the candidates are missing."""
         if self.reference is None:
             raise InputError(
                 "--candidate: needs --reference, the server to compare with"
             )
-        if candidates and not self.candidate:
+        if not self.candidate:
             raise InputError("--reference: needs --candidate, the server to compare")
 
     def settings(self) -> tuple[str, ...]:
@@ -84,6 +79,8 @@ class Servers:
         from lenience.integrations.endpoints.endpoint import Endpoint
         from lenience.rules.baselines import SERVED
 
+        if not self.named:
+            return ()
         self.check()
         return tuple(
             f"{SERVED}{Endpoint.parse(text, '--candidate', f'candidate-{n}').name}; window=0"
