@@ -467,7 +467,7 @@ def test_wrong_questions_are_told(llama: Pair, task: Echo, run: Path) -> None:
     for wrong, says in (
         ({"window": 4}, "options: window is chosen by tuning"),
         ({"stop": "fixed"}, "options: stop is chosen by tuning"),
-        ({"temperature": 1.0}, "temperature: what is tuned is greedy"),
+        ({"temperature": 1.0}, "temperature: tune is for greedy decoding"),
     ):
         with pytest.raises(InputError, match=says):
             replace(right, question=replace(right.question, options=wrong))
