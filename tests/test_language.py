@@ -75,6 +75,12 @@ def test_function_docstrings_begin_with_a_verb() -> None:
     assert 1 - len(others) / len(found) >= AT_LEAST, "\n".join(others)
 
 
+def test_module_docstrings_begin_with_one_line() -> None:
+    for path in SOURCE:
+        doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "."
+        assert "\n" not in doc.split("\n\n")[0], path
+
+
 def test_attribute_docs_are_noun_phrases() -> None:
     """True of a switch is said by "True if"."""
     others = [

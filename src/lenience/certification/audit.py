@@ -1,5 +1,4 @@
-"""Watching a certificate where it is used: a small share of live prompts is decoded strictly as
-well."""
+"""Audits of a certificate: a share of live prompts is also decoded strictly."""
 
 from __future__ import annotations
 

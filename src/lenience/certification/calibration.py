@@ -1,5 +1,4 @@
-"""Answers of the target and of settings on prompts that nothing was chosen on, and the losses
-between them."""
+"""Answers and losses of the target and of settings on unused prompts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Choosing the most lenient setting of a rule whose loss of quality is bounded, on prompts that
-nothing has been chosen on."""
+"""Certify the most lenient setting whose loss is bounded, on unused prompts."""
 
 from __future__ import annotations
 

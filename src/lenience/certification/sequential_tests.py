@@ -1,5 +1,4 @@
-"""Whether a mean loss in [0, 1] is at most a limit, told while losses come in, and bounds on it. No
-torch."""
+"""Sequential tests and bounds of a mean loss in [0, 1]. No torch."""
 
 from __future__ import annotations
 

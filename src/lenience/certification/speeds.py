@@ -1,4 +1,4 @@
-"""How fast decoders are on the same prompts, one at a time, and how sure it is which is faster."""
+"""Speeds of decoders on the same prompts, and how sure their order is."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""Finding the decoding that is fastest on this machine, and certifying it: settings of rule,
-window, stop and drafter race on prompts of their own, are tested from strict to lenient, and what
-passes is timed on further prompts, which choose, and on the last, which tell what is gained."""
+"""Find and certify the fastest decoding on this machine.
+
+Settings of rule, window, stop and drafter race on their own prompts and are tested from strict to
+lenient. Those that pass are timed on further prompts, which choose among them. The last prompts
+measure the gain.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a later question tells of an earlier certificate: a setting that has failed since is
-certified no longer."""
+"""Withdrawal of certificates whose setting failed in a later question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and a task, by what is named on the command line and what a run folder says of itself."""
+"""Models and tasks named on the command line or in a run folder."""
 
 from __future__ import annotations
 

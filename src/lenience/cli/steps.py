@@ -1,4 +1,4 @@
-"""The steps of a run as a person sees them: with bars and the time left on standard error."""
+"""Steps of a run with progress bars on standard error."""
 
 from __future__ import annotations
 

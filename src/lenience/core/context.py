@@ -1,5 +1,4 @@
-"""What rules and drafters need besides readings: sampling, and the rows with their history and
-randomness."""
+"""Sampling parameters, row history and randomness for rules and drafters."""
 
 from __future__ import annotations
 

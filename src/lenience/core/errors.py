@@ -1,5 +1,4 @@
-"""The errors that mean "what was given is wrong"; torch-free, so that every module may raise
-it."""
+"""Exceptions for wrong input and failed runs. No torch."""
 
 
 class InputError(ValueError):

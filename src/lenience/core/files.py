@@ -1,5 +1,4 @@
-"""Files that are whole or not there, rows of JSON with their line numbers, and digests. No
-torch."""
+"""Atomic files, JSON rows with line numbers, and digests. No torch."""
 
 from __future__ import annotations
 

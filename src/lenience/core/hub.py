@@ -1,5 +1,7 @@
-"""Heads and drafters on the Hugging Face Hub: "hf:org/name" is a folder of it. $LENIENCE_HUB may
-name a local folder that serves in its place. No torch."""
+"""Heads and drafters on the Hugging Face Hub, as "hf:org/name". No torch.
+
+$LENIENCE_HUB may name a local folder that is read in its place.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What earlier texts of a search tell of the one that is being written: how they went on after the
-same tokens, and where the draft would have said something else. No torch."""
+"""Earlier texts of a search: their continuations and the draft's mismatches. No torch."""
 
 from __future__ import annotations
 

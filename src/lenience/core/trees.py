@@ -1,5 +1,4 @@
-"""Trees of drafted tokens, by their parents: which token of the window each one follows, -1 for the
-prefix; parents stand before their children."""
+"""Trees of drafted tokens by their parents: -1 for the prefix, parents before children."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Threads for work that waits for others. Unlike those of an executor they do not hold up the
-process's end: what waits for a server that hangs is left."""
+"""Threads for blocking calls.
+
+Unlike those of an executor they do not delay the process's end: a call that hangs is abandoned.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Picking how drafting ends where prompts are answered fastest: a window or, where a stop condition
-has learned what the rule rejects, that; and the shape of what is drafted, where that is left
-open."""
+"""Choice of the fastest window, stop condition and tree shape for given prompts."""
 
 from __future__ import annotations
 

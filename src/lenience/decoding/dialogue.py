@@ -1,5 +1,4 @@
-"""Dialogues with a pair: searches that ask the target how it goes on, and the draft what it would
-say instead, again and again; many are held together."""
+"""Dialogues: searches that ask for the target's continuations and a drafter's guesses."""
 
 from __future__ import annotations
 

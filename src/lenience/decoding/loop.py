@@ -1,5 +1,4 @@
-"""The decoding loop: propose, read, judge, clip, keep. Everything that generates text goes through
-it."""
+"""The decoding loop: propose, read, judge, clip, keep. All generation goes through it."""
 
 from __future__ import annotations
 

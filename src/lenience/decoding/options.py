@@ -1,6 +1,8 @@
-"""Options: every option of decoding as names and texts, written down once. The command line's
-flags, the keywords of `Pair.generate`, what a certificate binds, the settings of a comparison and
-what journals record are read off them. No torch."""
+"""Options of decoding as names and texts, defined once. No torch.
+
+Flags, the keywords of `Pair.generate`, certificates, settings of a comparison and journals are
+derived from them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Dialogues in our own loop. Continuations of many are decoded together, and of each also those
-that it is likely to ask for next, so that a search takes fewer passes of the target."""
+"""Dialogues in lenience's own loop, with their continuations in a batch.
+
+Continuations that a dialogue is likely to need next are decoded along, so that a search takes fewer
+target passes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What tasks ask models: the target's own answers, which some prompts hold, and what a local model
-says as a grader."""
+"""Models that tasks need: the target's own answers in prompts, and local graders."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""EAGLE's draft model: a decoder layer that reads a token together with what the target made of the
-token before, or with what it made of that itself."""
+"""EAGLE's draft model: a decoder layer on tokens and the target's states."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Drafting a text that resembles other texts of the same search: the tokens that follow there,
-corrected by the draft model if there is one."""
+"""Drafting from similar texts of the same search, corrected by the draft model if any."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Drafting with heads on the target's last state: each predicts one of the next tokens, and no
-other model is asked."""
+"""Drafting with heads on the target's last state, each for one of the next tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Drafting by looking up what followed the same tokens before: prompt lookup and suffix decoding.
-No model drafts; the tokens are proposed for certain."""
+"""Drafting by lookup: prompt lookup and suffix decoding.
+
+No model drafts; the tokens are proposed with probability 1.
+"""
 
 from __future__ import annotations
 

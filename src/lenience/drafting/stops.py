@@ -1,5 +1,6 @@
-"""Stop conditions: when drafting ends before the window is full. Like a rule, one is data: its
-fields are its spec.
+"""Stop conditions, which end drafting before the window is full.
+
+A stop condition is data: its fields are its spec.
 
 The token at which a condition stops is the last of its window, but for `fallback`: reading it costs
 the target next to nothing. A window may always end early at an EOS, at the limits of the answer and

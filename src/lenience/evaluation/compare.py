@@ -1,5 +1,4 @@
-"""Compare decoders on a task: quality and speed of each on the same prompts, paired, with
-intervals."""
+"""Compare decoders on the same prompts: quality and speed, paired, with intervals."""
 
 from __future__ import annotations
 

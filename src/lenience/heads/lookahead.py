@@ -1,5 +1,7 @@
-"""What logits say of a drafted token and of those drafted after it, as numbers that a head reads.
-The target reads a window in one pass, so what it says of the later tokens costs nothing."""
+"""Features of the logits of a drafted token and of later tokens in its window.
+
+The target reads a window in one pass, so its logits of later tokens cost nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Logistic regression on more states than memory holds: they stay in their files, and each pass
-over these serves several fits together."""
+"""Logistic regression on states in files, several fits in each pass over them."""
 
 from __future__ import annotations
 

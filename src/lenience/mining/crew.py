@@ -1,5 +1,7 @@
-"""Mining by several workers. The driver alone writes the journal; what a worker had not finished
-when it was lost is done by others."""
+"""Mining by several workers.
+
+Only the driver writes the journal. Samples of a lost worker go to others.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A worker of a mining run: a process that has its own models and searches the samples that it is
-handed. It is told what to do in JSON, a line each, and answers so."""
+"""A worker process of a mining run, which takes samples and returns records as JSON lines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Passes of fixed shapes, which a GPU records once as CUDA graphs and replays: what is left of the
-host's work between them is writing a few numbers. A draft's window is one replay.
+"""Forward passes recorded as CUDA graphs.
+
+A replay leaves the host only a few numbers to write. A draft's window is one replay.
 
 What a cycle reads is read of all rows of the cache, with its columns up to a multiple of BLOCK in
 sight; prompts are read as they are.

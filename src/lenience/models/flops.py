@@ -1,5 +1,4 @@
-"""What reading tokens costs in floating-point operations, a multiplication and an addition being
-two."""
+"""Floating-point operations of reading tokens; a multiply-add counts as two."""
 
 from __future__ import annotations
 

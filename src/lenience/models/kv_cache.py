@@ -1,5 +1,4 @@
-"""Keys and values of rows of tokens, addressed by position in preallocated memory, and passes over
-them."""
+"""KV cache of rows, addressed by position in preallocated memory, and passes over it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A draft vocabulary: a drafter predicts only the target's most frequent tokens, so that its LM
-head is small (EAGLE-3, Li 2025; FR-Spec, Zhao 2025)."""
+"""Draft vocabularies: LM heads for the most frequent tokens (FR-Spec, Zhao 2025).
+
+EAGLE-3 (Li 2025) publishes such a vocabulary as d2t and t2d.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How far distributions are apart: entropies and divergences in nats, of log-probabilities, and
-what lies between two."""
+"""Entropies and divergences of log-probabilities in nats, and distributions between two."""
 
 from __future__ import annotations
 

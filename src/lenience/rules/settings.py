@@ -1,5 +1,4 @@
-"""Which settings a rule that is only named stands for: a grid to compare, a ladder from strict to
-lenient to certify."""
+"""Settings of a named rule: a grid to compare, a ladder to certify."""
 
 from __future__ import annotations
 

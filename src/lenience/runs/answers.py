@@ -1,5 +1,4 @@
-"""Answers of decoders to a task's samples, kept in a journal: what is there is not decoded
-again."""
+"""Answers of decoders to a task's samples, kept in a journal."""
 
 from __future__ import annotations
 

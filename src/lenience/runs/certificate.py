@@ -1,5 +1,4 @@
-"""certificate.json in a run folder: what it says, what it binds, and the decoder that a rule
-"certified:RUN" stands for."""
+"""certificate.json in a run folder, and the decoder of a rule "certified:RUN"."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Durable, resumable work over many samples: a journal of finished ones, and what was asked. No
-torch."""
+"""Durable, resumable work over many samples. No torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The account of all that was asked of a pair's certificates, on which prompts and with which
-error: one for all run folders of a user. No torch."""
+"""Ledger of every certification attempt: prompts used and error budget spent. No torch.
+
+One ledger covers all run folders of a user.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which prompts have been used for what: a certificate needs ones that nothing was chosen on. No
-torch."""
+"""Uses of prompts; a certificate needs unused ones. No torch."""
 
 from __future__ import annotations
 

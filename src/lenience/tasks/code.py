@@ -1,5 +1,4 @@
-"""Programming problems, scored by running what the model wrote in a sandbox: HumanEval and
-LiveCodeBench."""
+"""Programming problems, scored by tests in a sandbox: HumanEval and LiveCodeBench."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Whether two mathematical expressions are the same, by math-verify in a process of its own: what a
-model wrote may take sympy for ever."""
+"""Equality of mathematical expressions, by math-verify in its own process.
+
+Model-written expressions may keep sympy busy for ever.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Running programs that a model wrote, shut in: no network, no files but a folder of their own, no
-further processes, bounded time, memory and output.
+"""Run model-written programs in a sandbox.
+
+They have no network, no files but their own folder, no further processes, and bounded time, memory
+and output.
 
 Two ways to shut in, each tried before it is used: namespaces, by bubblewrap; or, where a container
 forbids these, Landlock, dropped privileges and a read-only world. Under both, seccomp refuses

@@ -1,5 +1,6 @@
-"""What runs inside a sandbox: a program that somebody else wrote. Run as a file, by any Python 3.8
-or later, with nothing but the standard library.
+"""The program inside a sandbox, which runs model-written code.
+
+It runs as a file, by any Python 3.8 or later, with the standard library only.
 
 Its first argument is JSON: `mode`, `program` (a file descriptor to read it from), `limits` (names
 of rlimits and values), `confine` (what the process is to shut itself out of; null where a sandbox

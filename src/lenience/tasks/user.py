@@ -1,4 +1,4 @@
-"""Tasks that users write: a class or an object with a task's methods, in a file or at hand."""
+"""Tasks that users write: classes or objects with a task's methods."""
 
 from __future__ import annotations
 

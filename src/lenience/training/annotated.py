@@ -1,5 +1,4 @@
-"""Judge Decoding's data (Bachmann 2025): answers in which a person, or a program, marked the
-error."""
+"""Judge Decoding's data (Bachmann 2025): answers with marked errors."""
 
 from __future__ import annotations
 

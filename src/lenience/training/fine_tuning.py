@@ -1,5 +1,4 @@
-"""Fine-tuning a target together with blockwise heads (Stern 2018, section 6.1): it gives up some of
-what it was for what its heads can predict."""
+"""Fine-tune a target together with blockwise heads (Stern 2018, section 6.1)."""
 
 from __future__ import annotations
 

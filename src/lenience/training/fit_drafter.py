@@ -1,5 +1,7 @@
-"""Fitting a drafter to what the target itself answered in a run, with no data but the journal:
-heads of its own (self-distillation: Medusa, Cai 2024, section 2.3.2), or the draft model."""
+"""Train a drafter on the target's own answers in a run.
+
+Heads learn by self-distillation (Medusa, Cai 2024, section 2.3.2), draft models by DistillSpec.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What heads learn from that end drafting: of tokens that the draft would propose, its states and
-what becomes of them."""
+"""Training data of stop heads and gates: states of drafted tokens with their outcomes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What heads that look ahead read of mined mismatches: after what stands before each, a window is
-drafted and read as decoding does it."""
+"""Look-ahead features of mined mismatches, from windows drafted as in decoding."""
 
 from __future__ import annotations
 

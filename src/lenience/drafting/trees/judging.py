@@ -1,8 +1,10 @@
-"""Rules on trees of drafted tokens: each path from the prefix to a leaf is a window to the rule,
-and the deepest accepted one is kept. A tree's tokens are taken as chosen for certain: to draw the
-target's token and to go down to it, if it is in the tree, keeps the target's distribution
-(SpecInfer, Miao 2023, section 4.3, for drafts of probability 1). What was drawn `speculative` and
-`block` verify by its chances, see `lenience.drafting.trees.drawn`."""
+"""Acceptance rules on trees of drafted tokens.
+
+Each path from the prefix to a leaf is a window to the rule, and the deepest accepted one is kept. A
+tree's tokens count as chosen, not drawn: drawing the target's token and following it if it is in
+the tree keeps the target's distribution (SpecInfer, Miao 2023, section 4.3, for drafts of
+probability 1). For drawn tokens see `lenience.drafting.trees.drawn`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Trees that are planned: of all shapes of a size the one that should keep the most tokens
-(Sequoia, Chen 2024, section 3.1)."""
+"""Planned trees: the shape of a size that keeps the most tokens (Sequoia, Chen 2024)."""
 
 from __future__ import annotations
 

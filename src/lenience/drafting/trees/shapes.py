@@ -1,5 +1,7 @@
-"""Shapes of windows: a chain, where one token follows another, or a tree of tokens of which any
-path may be kept. Like a rule, a shape is data: its fields are its spec."""
+"""Shapes of windows: chains and trees.
+
+A shape is data: its fields are its spec.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Endpoints in the role of a pair: a reference stands for the target alone, and candidates for
-decoders that are compared with it."""
+"""Endpoints in the role of a pair: a reference as the target, candidates as decoders."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Speed of endpoints: tokens per second, time to the first token and between tokens, in turns on
-the same prompts."""
+"""Speed of endpoints: tokens/s, time to the first token and between tokens."""
 
 from __future__ import annotations
 

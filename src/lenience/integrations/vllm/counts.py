@@ -1,5 +1,4 @@
-"""What was kept, of each request and in all: from the workers, where it is decided, over the
-scheduler to the answers and to Prometheus."""
+"""Counts of accepted tokens per request and in all, from workers to Prometheus."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the rules say of the windows of one of vLLM's steps, and what its kernel must then be told,
-whichever of vLLM's runners it is."""
+"""The rules' decisions on the windows of a vLLM step, for both of its runners."""
 
 from __future__ import annotations
 

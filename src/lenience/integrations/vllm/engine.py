@@ -1,5 +1,4 @@
-"""vLLM as the engine of a pair: what is compared and certified is then answered by vLLM, with the
-rules deciding inside it."""
+"""vLLM as the engine of a pair, with the rules inside it."""
 
 from __future__ import annotations
 

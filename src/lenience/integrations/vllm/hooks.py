@@ -1,5 +1,7 @@
-"""Where the plugin meets vLLM: its configuration, its requests, its workers and its outputs. Every
-place is wrapped, none replaced, and what wraps does nothing where no rule is asked for."""
+"""Hooks of the plugin in vLLM: configuration, requests, workers and outputs.
+
+Functions are wrapped, none replaced, and a wrapper does nothing without a rule.
+"""
 
 from __future__ import annotations
 

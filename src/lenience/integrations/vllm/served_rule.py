@@ -1,5 +1,4 @@
-"""What a server and a request ask of the plugin, without vLLM: which rule, and how much a request
-may change it."""
+"""The rule of a server, and the changes that a request may ask for. No vLLM."""
 
 from __future__ import annotations
 

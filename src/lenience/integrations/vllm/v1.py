@@ -1,6 +1,9 @@
-"""The rules in vLLM's V1 runner: after a window was read and before vLLM's kernel decides on it,
-the target's logits are rewritten, in a copy, so that the kernel comes to the rule's verdict. Client
-log-probabilities are taken from the logits as they were."""
+"""Rules in vLLM's V1 runner.
+
+After a window was read and before vLLM's kernel decides on it, a copy of the target's logits is
+rewritten so that the kernel arrives at the rule's verdict. Log-probabilities for clients use the
+original logits.
+"""
 
 from __future__ import annotations
 

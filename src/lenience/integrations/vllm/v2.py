@@ -1,6 +1,8 @@
-"""The rules in vLLM's V2 runner, which keeps requests in slots on the device. As in V1, what vLLM's
-kernel is given is rewritten in copies; a row of logits stands for the token after it here, the last
-of a request's for none that was drafted, and a token that must go is marked -1."""
+"""Rules in vLLM's V2 runner, which keeps requests in slots on the device.
+
+As in V1, copies of the kernel's inputs are rewritten. Here a row of logits stands for the token
+after it, and a request's last row for no drafted token. A token to remove is marked -1.
+"""
 
 from __future__ import annotations
 
