@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class _Span(NamedTuple):
-    """The owner of what is known of a span: of how many tokens it is known, and whether one is open
-    after these."""
+    """Owner of the state of a span: the number of tokens covered, and True if a span is open after
+    them."""
 
     begin: str
     end: str
@@ -44,7 +44,7 @@ class Row:
     """State of stop conditions, drafters and others between cycles, by owner."""
 
     def keep(self, step: Step) -> None:
-        """Take note of what a cycle kept."""
+        """Record the step of a cycle."""
         self.prefix += step.tokens
         self.position += len(step.tokens)
         self.lenient += sum(entry.origin == "draft-lenient" for entry in step.trace)
@@ -53,8 +53,7 @@ class Row:
 
 @dataclass
 class Context:
-    """What a rule and a drafter need besides the models' readings: sampling parameters, and each
-    row's history and randomness."""
+    """Sampling parameters, and each row's history and randomness, for rules and drafters."""
 
     rows: list[Row] = field(default_factory=list)
     temperature: float = 0.0

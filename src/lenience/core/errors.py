@@ -2,12 +2,12 @@
 
 
 class InputError(ValueError):
-    """Wrong input. The message is one line that names the thing and the mend; the command line
-    exits with 2."""
+    """Wrong input. The message is one line that names the thing and the fix; the command line exits
+    with 2."""
 
 
 class RunError(RuntimeError):
-    """What a run needs beside what was given does not work. The message is one line; the command
+    """A run that failed for a reason other than its input. The message is one line; the command
     line exits with 1."""
 
 

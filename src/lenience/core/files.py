@@ -24,8 +24,8 @@ def built_in(path: str | Path) -> bool:
 
 
 def data_folder() -> Path:
-    """Return what is kept for a user, whichever run it is about: $LENIENCE_HOME, else lenience in
-    the user's data folder."""
+    """Return the user's data folder, shared by all runs: $LENIENCE_HOME, or else lenience in the
+    user's data folder."""
     user_data = Path(
         os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     )
@@ -33,8 +33,8 @@ def data_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return what can be made again: $LENIENCE_CACHE, else cache in $LENIENCE_HOME, else lenience
-    in the user's cache folder."""
+    """Return the folder of files that can be made again: $LENIENCE_CACHE, or else cache in
+    $LENIENCE_HOME, or else lenience in the user's cache folder."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     home = os.environ.get("LENIENCE_HOME")
     ours = Path(home) / "cache" if home else user_cache / "lenience"
@@ -43,9 +43,9 @@ def cache_folder() -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write to, which takes the place of `path` when the block ends well: whatever
-    happens, `path` is whole. Folders are made where they are missing. What is no regular file, such
-    as /dev/null or a named pipe, is written to and stays what it is."""
+    """Provide a path to write to, which replaces `path` if the block succeeds. `path` is whole at
+    all times. Missing folders are made. A path that is no regular file, such as /dev/null or a
+    named pipe, is written directly."""
     if path.exists() and not path.is_file():
         with written(path):
             yield path
@@ -121,8 +121,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, holds: str) -> list[tuple[int, str]]:
-    """Return the lines of a text file that are not empty, with their numbers from 1 on. Raises
-    InputError where it cannot be read; `holds` says in the message what the file should hold."""
+    """Return the non-empty lines of a text file, with their numbers from 1. Raises InputError if
+    the file cannot be read; `holds` describes its content in the message."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -50,8 +50,8 @@ def _fetched(name: str) -> Path:
 
 
 def upload(folder: Path, name: str, private: bool) -> str:
-    """Put a folder's files on the Hub as "org/name", and say where they are. Raises InputError for
-    a name that can be none, and RunError where the Hub refuses."""
+    """Upload a folder's files to the Hub as "org/name" and return their address. Raises InputError
+    for an invalid name, and RunError if the Hub refuses."""
     name = _checked(name, name)
     served = os.environ.get("LENIENCE_HUB")
     if served:

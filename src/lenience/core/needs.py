@@ -38,7 +38,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Needs:
-    """What a rule must be given to decide."""
+    """Inputs that a rule requires to decide."""
 
     window: Parts = Parts.NOTHING
     """Parts of the drafted windows; DRAWS count only when sampling."""

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class Profile:
-    """Where the time of decoding goes: `seconds` in the passes of the draft, or in drafting where a
-    window takes none, in the passes of the target, in the rule, in the caches (what is new in the
-    rows, and writing their states) and in the rest; `cycles` in all. It may be given to several
-    calls, one after the other. On a GPU each part is waited for, which takes time itself."""
+    """Wall-clock time per component of decoding. `seconds` has the draft's passes (or drafting, if
+    a window takes no pass), the target's passes, the rule, the caches (comparing rows and writing
+    their states) and the rest; `cycles` counts cycles. One profile may serve several calls. On a
+    GPU it synchronises after each component, which slows decoding."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("draft", "target", "rule", "cache", "rest"), 0.0)

@@ -9,4 +9,4 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(phase: str, done: int, total: int) -> None:
-    """Tell nobody."""
+    """Do nothing."""

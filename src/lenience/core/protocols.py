@@ -45,20 +45,21 @@ class Drafter(Protocol):
         return
 
     def copy(self, source: int, to: int) -> None:
-        """Begin the row at `to` as the row at `source`; what is not copied is read again."""
+        """Start the row at `to` as a copy of the row at `source`. State that is not copied is
+        computed again."""
         return
 
     def observe(
         self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]
     ) -> None:
-        """Take note of what the target read of the rows' windows, and what is kept of them."""
+        """Receive the target's reading of the rows' windows, and the verdicts."""
         return
 
 
 @runtime_checkable
 class Rule(Protocol):
-    """Decides what of each row's window is kept, and says by itself what it needs for that: nothing
-    but what it overrides. A rule is data: `str(rule)` is its spec."""
+    """An acceptance rule, which decides how much of each row's window is kept. It declares its
+    needs by overriding them. A rule is data: `str(rule)` is its spec."""
 
     @property
     def heads(self) -> tuple[FittedHead, ...]:
@@ -67,7 +68,7 @@ class Rule(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """Return what it must be given to decide."""
+        """Return the inputs that the rule requires."""
         return Needs()
 
     @property

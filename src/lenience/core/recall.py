@@ -11,7 +11,7 @@ MATCHES = (16, 12, 8, 6, 4, 3)
 
 @dataclass(frozen=True)
 class Place:
-    """A place in an earlier text, which goes on there."""
+    """A position in an earlier text."""
 
     text: int
     at: int
@@ -51,7 +51,7 @@ class Recollection:
 
 @dataclass
 class Recall:
-    """A text while it is written, and what is recalled of others."""
+    """A text in progress, with access to the earlier texts of its search."""
 
     of: Recollection
     start: int
@@ -66,8 +66,7 @@ class Recall:
     ended: bool = False
 
     def beginning_of(self, text: list[int]) -> Recall:
-        """Return what is recalled for another text, which has its beginning in common with this
-        one."""
+        """Return the recall of another text that shares this one's beginning."""
         same = next(
             (i for i, pair in enumerate(zip(self.text, text)) if pair[0] != pair[1]),
             min(len(self.text), len(text)),
@@ -76,7 +75,7 @@ class Recall:
         return Recall(self.of, same, list(text), guesses, last_read=self.last_read)
 
     def go_on(self, prefix: Sequence[int]) -> None:
-        """Take note of what was kept: the beginning of the window, and a token after it."""
+        """Record the tokens of a cycle: the accepted part of the window, and the token after it."""
         for i, token in enumerate(prefix[len(self.text) :]):
             self.guesses.append(self.ahead[i] if i < len(self.ahead) else None)
             self.text.append(token)

@@ -10,14 +10,15 @@ from lenience.core.errors import InputError
 
 
 class Record(BaseModel):
-    """What a file or a line of one holds. Unknown and missing fields are errors that name them."""
+    """A record of a JSON file or of a line in one. Unknown and missing fields are errors that name
+    them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     @classmethod
     def read(cls, value: Any, where: str, mend: str = "restore it from a copy") -> Self:
-        """Return a record from JSON. Raises InputError that says `where`, names the fields and the
-        mend."""
+        """Return a record from JSON. Raises InputError with the place `where`, the fields and the
+        fix."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:

@@ -72,8 +72,8 @@ def further_arguments(value: Any) -> list[str]:
 
 
 def named_arguments(value: Any) -> list[str]:
-    """Return the arguments that tell a dataclass's settings apart by kind: those that are words,
-    and the names of those that are not the defaults."""
+    """Return the arguments that identify the kind of a setting: the words among them, and the names
+    of other arguments that are not defaults."""
     words = [
         str(getattr(value, item.name))
         for item in _fields(value)
@@ -139,7 +139,7 @@ def quote_value(text: str) -> str:
 
 
 def unquote_value(text: str) -> str:
-    """Return what `quote_value` was given; a spec may hold quotes of its own."""
+    """Return the argument of `quote_value` from its result; a spec may contain quotes."""
     try:
         content = json.loads(text) if text.startswith('"') else text
     except ValueError:
@@ -148,8 +148,8 @@ def unquote_value(text: str) -> str:
 
 
 def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
-    """Return one of `kinds`, dataclasses by name, from its spec. Raises InputError that says what
-    is wrong; `what` says of what kind they all are."""
+    """Return an object of one of `kinds`, dataclasses by name, from its spec. Raises InputError for
+    a wrong spec; `what` names the kinds in the message."""
     body, *after = split(text.strip(), "@", limit=1)
     number, *more = split(after[0], ",", limit=1) if after else ("",)
     name, *args = split(body, ":", limit=1)
@@ -188,8 +188,8 @@ def _types(kind: Hashable) -> Mapping[str, object]:
 def parse(
     value: Any, label: str, what: str, kinds: Mapping[str, type[T]], base: type[T]
 ) -> T:
-    """Return one of `kinds` from its spec; a `base` is returned as it is. Raises InputError that
-    begins with `label` and the spec; `what` says of what kind they all are."""
+    """Return an object of one of `kinds` from its spec; a `base` is returned as it is. Raises
+    InputError that begins with `label` and the spec; `what` names the kinds."""
     if isinstance(value, base):
         return value
     if not isinstance(value, str):
@@ -271,7 +271,7 @@ def named_settings(name: str, grid: Iterable[str]) -> list[str]:
 
 
 def convert(what: str, text: str, kind: object) -> object:
-    """Return a value of a kind from its text. Raises InputError that says what it must be."""
+    """Convert text to a value of a kind. Raises InputError that describes the expected text."""
     from_text, expected = _KINDS.get(kind, (str, "given"))
     try:
         if not text:

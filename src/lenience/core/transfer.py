@@ -25,8 +25,8 @@ def looks_cheaply(tensor: Tensor) -> bool:
 
 
 def to_host_async(numbers: Tensor) -> Callable[[], list[Any]]:
-    """Return what gives the numbers of a device as a list; a GPU is not waited for before it is
-    called."""
+    """Return a function that returns a device's numbers as a list. A GPU is synchronised when the
+    function is called."""
     if numbers.device.type != "cuda":
         return numbers.tolist
     host = numbers.to("cpu", non_blocking=True)

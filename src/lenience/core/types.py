@@ -92,7 +92,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one pass of a model over B prefixes and W tokens after each gave."""
+    """Output of one pass of a model over B prefixes and the W tokens after each."""
 
     logits: Tensor
     """[B, W + 1, V]"""
@@ -171,7 +171,7 @@ class Trace:
 
 @dataclass(frozen=True, repr=False)
 class Step:
-    """What one cycle kept."""
+    """Tokens that one cycle kept, with counts."""
 
     trace: list[Trace]
     drafted: int

@@ -37,7 +37,7 @@ class Workers(Generic[T]):
         return future
 
     def close(self) -> None:
-        """Let threads end after what was submitted, and leave those that take longer."""
+        """Let threads end after the submitted work, and abandon those that take longer."""
         for _ in self._threads:
             self._waiting.put(None)
         until = time.monotonic() + ENDING
@@ -57,8 +57,8 @@ class Workers(Generic[T]):
 
 
 def each(function: Callable[[A], Any], values: Iterable[A], most: int) -> list[Any]:
-    """Return what a function gives for values, in their order, `most` of them at once. Raises what
-    the first that fails raises, and begins no further ones then."""
+    """Return a function's results for some values, in order, with `most` calls at once. Raises the
+    first exception and starts no further calls then."""
     workers = Workers[Any](most)
     futures = [workers.submit(partial(function, value)) for value in values]
     try:

@@ -92,8 +92,8 @@ def stopped(
 
 
 def learned_stops(rule: Rule) -> list[Likely]:
-    """Return the stop head beside a judge of the rule that has learned what this judge rejects, at
-    the thresholds that are tried."""
+    """Return the stop head that lies next to the rule's judge and learned its rejections, at each
+    tried threshold."""
     for judge in rule.heads:
         folder = Path(judge.path).parent / "stop"
         if (folder / "stop.json").is_file():

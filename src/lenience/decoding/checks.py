@@ -16,7 +16,8 @@ from lenience.rules.lossless import is_lossless, refuse_forbidden, refuse_lossy
 
 
 def draft_of(models: Mapping[str, LM], what: str) -> LM:
-    """Return the draft model. Raises InputError, naming what needs it, where there is none."""
+    """Return the draft model. Raises InputError, naming the feature that needs it, if there is
+    none."""
     if "draft" not in models:
         raise InputError(
             f"{what}: needs a draft model; load the pair with one (--draft)"
@@ -83,7 +84,7 @@ def _check_together(
 
 
 def _check_offered(decoder: Decoder) -> None:
-    """Raise InputError where the rule or the stop condition needs what windows have not."""
+    """Raise InputError if the rule or the stop condition needs parts that the windows lack."""
     drafter = decoder.drafter
     of_drafter = drafter.offers | Parts.DRAWS | Parts.KEPT_WHOLE
     of_tree = ~Parts.NOTHING

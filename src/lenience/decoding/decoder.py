@@ -63,8 +63,8 @@ class DecoderOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Ends:
-    """Where answers are cut that were certified to a later end. They are decoded as they were
-    certified, windows and all: what is given is the beginning of a certified answer."""
+    """Earlier ends of answers that were certified to a later end. They are decoded as certified,
+    with the same windows, so the result is the beginning of a certified answer."""
 
     max_new_tokens: int | None = None
     stop_strings: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class Binding:
-    """What a decoder was certified for."""
+    """Facts that a decoder is certified for."""
 
     source: str
     """The rule as it was asked for, such as certified:RUN."""
@@ -98,9 +98,9 @@ class Decoder(PlainOptions):
     def of(
         cls, options: Mapping[str, Any] | Options | None = None, /, **named: Any
     ) -> Decoder:
-        """Make a decoder of options, those that are None or left out being the defaults. A rule, a
-        drafter, a tree and a stop condition may be given as texts or as objects. Raises InputError
-        that names what is wrong."""
+        """Make a decoder from options; missing options and None stand for the defaults. A rule, a
+        drafter, a tree and a stop condition may be texts or objects. Raises InputError for a wrong
+        option."""
         given = {
             **(vars(options) if isinstance(options, Options) else options or {}),
             **named,
@@ -120,8 +120,8 @@ class Decoder(PlainOptions):
 
     @classmethod
     def parse(cls, text: str) -> Decoder:
-        """Make a decoder of text such as "judge:run/judge@0.99; window=16; stop=confidence:0.4",
-        the rule first. Raises InputError that names what is wrong."""
+        """Make a decoder from text such as "judge:run/judge@0.99; window=16; stop=confidence:0.4",
+        the rule first. Raises InputError for wrong text."""
         return cls.of(given_options(text))
 
     def with_options(self, options: Mapping[str, Any]) -> Decoder:
@@ -183,7 +183,7 @@ class Decoder(PlainOptions):
         return {name: own[name] for name in beside if own[name] != others[name]}
 
     def bound(self) -> dict[str, Any]:
-        """Return what of it a certificate binds, as in `to_json`."""
+        """Return the options that a certificate binds, as in `to_json`."""
         values = self.to_json()
         return {name: values[name] for name in bound_names()}
 
@@ -288,8 +288,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def check_binding(binding: Binding, now: Mapping[str, Any]) -> None:
-    """Raise InputError, by name, for the first of the models, heads and templates that is not what
-    was certified; `now` is as `Pair.binding` gives it."""
+    """Raise InputError for the first model, head or template that differs from the certified one;
+    `now` is the result of `Pair.binding`."""
     bound = {"engine": OWN, **binding.binds}
     for name, value in {"engine": OWN, **now}.items():
         if bound[name] != value:

@@ -22,8 +22,8 @@ its speed alone."""
 
 @dataclass(frozen=True)
 class Continue:
-    """How does the target go on after `ids` until EOS, which is included, a stop string or for
-    `limit` new tokens?"""
+    """A request for the target's continuation of `ids` to EOS (included), a stop string or `limit`
+    new tokens."""
 
     ids: list[int]
     limit: int
@@ -47,7 +47,7 @@ class Predict:
 
 @dataclass(frozen=True)
 class Compare:
-    """What does a comparison of answers give that takes its time, and is made beside decoding?"""
+    """A request for a slow comparison of answers, which runs while others decode."""
 
     ask: Callable[[], bool | None]
 
@@ -60,8 +60,7 @@ what it was held for."""
 
 @dataclass
 class Cost:
-    """What a dialogue took, as if it were held alone; `seconds` are shared among those held
-    together."""
+    """Cost of a dialogue as if it ran alone; `seconds` are shared among concurrent dialogues."""
 
     target_passes: int = 0
     """Continuations that are in flight together share their passes."""
@@ -74,7 +73,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class FinishedDialogue(Generic[T]):
-    """What came of a dialogue, the `number`-th that was given."""
+    """Result of the `number`-th dialogue."""
 
     number: int
     result: T
@@ -105,7 +104,7 @@ class ActiveDialogue(Generic[T]):
 
 
 class Comparisons(Generic[K]):
-    """Comparisons that are made in threads, beside decoding, each for a key."""
+    """Comparisons in threads, each for a key."""
 
     def __init__(self) -> None:
         self._workers = Workers[bool | None](AT_ONCE)
@@ -129,8 +128,8 @@ class Comparisons(Generic[K]):
         return bool(self._running)
 
     def next(self, wait: bool) -> tuple[K, bool | None] | None:
-        """Return one that is done, with what it gave; None where none is, or where there are none.
-        Raises what it raised."""
+        """Return a finished comparison with its result; None if none is finished or running. Raises
+        the comparison's exception."""
         if not self._running:
             return None
         done, _ = futures.wait(

@@ -12,7 +12,7 @@ SHOWN = 60
 
 @dataclass(repr=False)
 class Generation:
-    """One answer and what it took."""
+    """An answer with its counts."""
 
     prompt_tokens: list[int]
     window: int = 0
@@ -82,8 +82,8 @@ class Generation:
         self.finish = step.finish or ""
 
     def end(self, seconds: float, text: str | None, by_draft: bool) -> None:
-        """Take note of how long it took, and of its whole text where that is known; `by_draft`:
-        what read was the draft."""
+        """Record the seconds, and the whole text if it is known. `by_draft`: the draft decoded
+        alone."""
         self.seconds = seconds
         if by_draft:
             self.target_passes, self.draft_passes = 0, self.target_passes

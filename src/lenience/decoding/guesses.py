@@ -95,9 +95,8 @@ class _ModelGuesses:
 
 
 class _DrafterGuesses:
-    """Guesses of any drafter: the decoding loop with windows of one token, where the text says
-    which token follows. The target reads the text in one pass, except for a drafter that writes
-    into the target's cache."""
+    """Guesses of any drafter: the decoding loop with windows of one token, along a given text. The
+    target reads the text in one pass, except for a drafter that writes into the target's cache."""
 
     def __init__(self, pair: CanDecode, decoder: Decoder, capacity: int):
         strict = decoder.with_options({"rule": "exact", "window": 1, "stop": "fixed"})

@@ -65,7 +65,7 @@ def load_pair(
 
 
 def _built_in(loading: Loading) -> Pair:
-    """Return the built-in pair, in float32 unless it is said otherwise."""
+    """Load the built-in pair, in float32 by default."""
     lms = {}
     for role in ("target", "draft"):
         folder = str(EMBEDDED / role)
@@ -100,7 +100,7 @@ def _load(source: str | PreTrainedModel, role: str, loading: Loading) -> LM:
 
 
 def _from_pretrained(loading: Loading, role: str, dtype: str) -> Mapping[str, Any]:
-    """Return what from_pretrained is given, and the device."""
+    """Return the arguments of from_pretrained, and the device."""
     device = loading.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

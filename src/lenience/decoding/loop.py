@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Read:
-    """What the target gave for the windows that it was asked about."""
+    """Output of the target for the windows that it verified."""
 
     ctx: Context
     draft: Draft
@@ -74,9 +74,9 @@ def decode(
     next_request: Callable[[Request | None], Request | None],
     size: int = 1,
 ) -> Iterator[tuple[Request, Step]]:
-    """Answer requests, `size` of them together, one cycle at a time. `next_request` gives the
-    request that takes the row of one that has reached a limit, so that what they have in common
-    need not be read again, or of none; it gives None when there are no more."""
+    """Decode requests, `size` of them in a batch, one cycle at a time. `next_request` returns the
+    request that takes the row of a finished one, whose common prefix is not read again, or of none;
+    it returns None when no requests are left."""
     active = list[Request]()
     profile = session.profile
     while True:
@@ -102,9 +102,9 @@ def decode(
 def cycle(
     session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]
 ) -> tuple[Draft, Sequence[int], list[Verdict]]:
-    """Propose windows for the rows of `ctx`, which may have `room` new tokens more, read them, and
-    judge them: returns the windows, the numbers of tokens that the target read for each row, and
-    the verdicts. What is kept is left to the caller."""
+    """Propose, read and judge windows for the rows of `ctx`, with a remaining budget of `room`
+    tokens each. Return the windows, the number of tokens that the target read for each row, and the
+    verdicts. The caller keeps the result."""
     draft = propose(session, drafter, ctx, room)
     read = read_windows(session, ctx, draft)
     return draft, read.tokens_read, judge(session, drafter, rule, draft, read)
@@ -113,8 +113,7 @@ def cycle(
 def _beside_models(
     function: Callable[Concatenate[Session, P], T],
 ) -> Callable[Concatenate[Session, P], T]:
-    """Run a part of the cycle without gradients, on as many threads as are left beside the
-    models."""
+    """Run a part of the cycle without gradients, on the threads that the models leave."""
 
     @wraps(function)
     def run(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -161,7 +160,7 @@ def read_windows(session: Session, ctx: Context, draft: Draft) -> Read:
 def judge(
     session: Session, drafter: Drafter, rule: Rule, draft: Draft, read: Read
 ) -> list[Verdict]:
-    """Return the rule's verdict on each window; what was not read is kept whole."""
+    """Return the rule's verdict on each window. A window that was not read is kept whole."""
     verdicts = _decide(session, rule, read) if read.reading else []
     warn_of_non_finite(draft.cut, session.lm)
     if read.reading:
@@ -177,7 +176,7 @@ def judge(
 
 
 def _decide(session: Session, rule: Rule, read: Read) -> list[Verdict]:
-    """Ask the rule about what was read."""
+    """Return the rule's verdicts on the windows that were read."""
     ctx = read.ctx
     draft = read.draft
     reading = read.reading
@@ -201,8 +200,8 @@ def _decide(session: Session, rule: Rule, read: Read) -> list[Verdict]:
 def _run_target(
     session: Session, ctx: Context, draft: Draft, rows: Sequence[int] | None
 ) -> tuple[Reading, Sequence[int]]:
-    """Return what the target gives for the windows of `rows` of the session, and how many tokens it
-    read for each."""
+    """Run the target over the windows of `rows`. Return the reading and the number of tokens read
+    for each."""
     prefixes = [row.prefix for row in ctx.rows]
     n = draft.width + 1
     if draft.parents is None:
@@ -240,8 +239,8 @@ def _without_bonus(verdict: Verdict) -> Verdict:
 
 
 def _with_logprobs(verdict: Verdict, logits: Tensor) -> Verdict:
-    """Return a verdict with how probable the target found what it keeps, by its `logits`
-    [W + 1, V] before temperature and processors."""
+    """Return a verdict with the log-probabilities of its tokens, by its `logits` [W + 1, V] before
+    temperature and processors."""
     if verdict.next_token is None:
         return verdict
     # each token is predicted by the state after the one before it, and state 0 by the prefix
@@ -253,7 +252,7 @@ def _with_logprobs(verdict: Verdict, logits: Tensor) -> Verdict:
 
 
 def _counted(step: Step, draft: Draft, read: Read, b: int) -> Step:
-    """Return a row's step with what was read for it."""
+    """Return a row's step with the counts of its reading."""
     return replace(
         step,
         target_tokens=read.tokens_read[b],

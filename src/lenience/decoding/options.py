@@ -98,7 +98,7 @@ class PlainOptions:
 
 @dataclass(frozen=True)
 class Options(PlainOptions):
-    """How answers are decoded, as names and texts; what a spec says is checked where it is read."""
+    """Options of decoding as names and texts. Specs are checked where they are parsed."""
 
     rule: str = "exact"
     """Acceptance rule, such as exact, speculative, topk:K, fuzzy:js@T or judge:PATH@T
@@ -135,7 +135,7 @@ class Options(PlainOptions):
         }
 
     def text(self, changed: Mapping[str, Any]) -> str:
-        """Return the text of a setting that names the rule and what is `changed`."""
+        """Return the text of a setting: the rule, and the options that are `changed`."""
         parts = [self.rule]
         for name, value in changed.items():
             if name != "rule":
@@ -299,7 +299,7 @@ def takes_loading(function: F) -> F:
 
 @cache
 def told_options(kind: type) -> Mapping[str, str]:
-    """Return what each option is, as its docstring says."""
+    """Return the docstring of each option."""
     found = []
     for base in reversed(kind.__mro__[:-1]):
         found += parse_from_object(base).params
@@ -311,8 +311,8 @@ def told_options(kind: type) -> Mapping[str, str]:
 def _with_keywords(
     function: F, kind: Any, types: Mapping[str, Any], others: Mapping[str, Any]
 ) -> F:
-    """Show the fields of a class among a function's keywords, their defaults where there are no
-    `others`, and what they are in its docstring."""
+    """Show the fields of a class among a function's keywords, with their defaults if there are no
+    `others`, and in its docstring."""
     signature = inspect.signature(function)
     defaults = kind()
     shown = [

@@ -59,7 +59,7 @@ SEED_BITS = 31
 
 @dataclass(frozen=True)
 class Reporting:
-    """What is told of an answer beside its tokens."""
+    """Extra outputs of an answer."""
 
     profile: Profile | None = None
     """Profile that receives wall-clock times."""
@@ -99,8 +99,8 @@ class Pair:
         return f"<Pair {self.name}: {models}>"
 
     def require_draft(self, what: str) -> LM:
-        """Return the draft model. Raises InputError, naming what needs it, where the pair has
-        none."""
+        """Return the draft model. Raises InputError, naming the feature that needs it, if the pair
+        has none."""
         return draft_of(self.models, what)
 
     @property
@@ -111,19 +111,19 @@ class Pair:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Return what a head remembers of the models that it was fitted to."""
+        """Return the fingerprints of the models and the tokenizer, to which heads are bound."""
         models = {role: lm.fingerprint for role, lm in self.models.items()}
         return {**models, "tokenizer": self.target.tokenizer_fingerprint}
 
     def compile(self, *, export: bool = True) -> bool:
-        """Read the models through exported graphs on a CPU, in float32, or recorded passes on a
-        GPU, see `lenience.models.compile.compile_model`; says whether all are."""
+        """Run the models through exported graphs on a CPU in float32, or recorded passes on a GPU,
+        see `lenience.models.compile.compile_model`. Return True if all models are compiled."""
         return all([compile_model(lm, export=export) for lm in self.models.values()])
 
     @property
     def torch_threads(self) -> int | None:
-        """Return how many threads torch has beside the models: one where graphs, which wait by
-        spinning, have the cores; None for its own."""
+        """Return the number of PyTorch threads besides the models: one if exported graphs, which
+        wait by spinning, use the cores; None for PyTorch's own."""
         on_cpu = all(lm.device.type == "cpu" for lm in self.models.values())
         return 1 if self.compiled and on_cpu else None
 
@@ -153,11 +153,13 @@ class Pair:
         logprobs: bool = False,
         **options: Unpack[DecoderOptions],
     ) -> Generation:
-        """Answer one prompt: text, chat messages, or token ids as a list, an array, a tensor or
-        what a tokenizer gives. A `decoder` holds all options, of which those that are given too
-        are changed. A `profile` is told where the time goes; with `logprobs` the answer says how
-        probable the target found each of its tokens. Raises InputError for an unusable prompt or
-        wrong options."""
+        """Answer one prompt: text, chat messages, or token ids as a list, an array, a tensor or a
+        tokenizer's output.
+
+        A `decoder` holds all options; further keywords change some of them. A `profile` receives
+        wall-clock times. With `logprobs` the answer has the target's log-probability of each token.
+        Raises InputError for an unusable prompt or wrong options.
+        """
         telling = Reporting(profile, logprobs)
         ((_, out),) = self._completed(
             [prompt], self._seeded(decoder, options), 1, telling
@@ -175,13 +177,12 @@ class Pair:
         logprobs: bool = False,
         **options: Unpack[DecoderOptions],
     ) -> list[Generation]:
-        """Answer many prompts, `batch_size` of them together: the answers that `generate` gives one
-        by one, in the order of the prompts, which may also be one padded batch of ids. A finished
-        answer's place is taken by the next prompt at once. An answer's `seconds` run from its own
-        start to its end, others being decoded beside it.
+        """Answer many prompts, `batch_size` of them in a batch, with the same results as `generate`
+        one by one, in order. Prompts may also be one padded batch of ids.
 
-        Raises InputError, before any work, for an unusable prompt, wrong options or a cache that
-        memory has no room for.
+        The next prompt takes a finished answer's row at once. An answer's `seconds` run from its
+        start to its end, while others are decoded. Raises InputError, before any work, for an
+        unusable prompt, wrong options or a cache that does not fit into memory.
         """
         telling = Reporting(profile, logprobs)
         answers = dict(
@@ -240,7 +241,7 @@ class Pair:
         batch_size: int,
         telling: Reporting,
     ) -> Iterator[tuple[int, Generation]]:
-        """Answer prompts; everything that can be wrong is told before the first."""
+        """Answer prompts. All errors are raised before the first answer."""
         outs, steps = self._decode(prompts, decoder, batch_size, telling)
         return self._finished(outs, steps, decoder)
 
@@ -270,7 +271,7 @@ class Pair:
         logprobs: bool = False,
         **options: Unpack[DecoderOptions],
     ) -> Iterator[Step]:
-        """Answer one prompt step by step; `step.text` is what each cycle adds."""
+        """Answer one prompt and yield each cycle's step; `step.text` is its new text."""
         telling = Reporting(profile, logprobs, stream=True)
         _, steps = self._decode([prompt], self._seeded(decoder, options), 1, telling)
         return (step for _, step in steps)
@@ -283,8 +284,9 @@ class Pair:
         return decoder
 
     def check(self, decoder: Decoder) -> None:
-        """Raise InputError where parts of a decoder do not go together, a head is not for these
-        models, a rule has no meaning at this temperature, or what was certified differs."""
+        """Raise InputError if parts of a decoder do not fit together, a head belongs to other
+        models, a rule has no meaning at this temperature, or the decoder differs from what was
+        certified."""
         if decoder.bound_to:
             check_binding(decoder.bound_to, self.binding(decoder))
         check_decoder(decoder, self.models, lambda: self.fingerprints)
@@ -306,8 +308,8 @@ class Pair:
         batch_size: int,
         telling: Reporting,
     ) -> tuple[list[Generation], Iterator[tuple[Request, Step]]]:
-        """Return the answers to be filled, and their steps as they are decoded; everything that can
-        be wrong is told before the first."""
+        """Return the answers to fill, and an iterator of their steps. All errors are raised before
+        the first step."""
         reader = self.reader(decoder)
         ids = [self.encode(prompt, reader) for prompt in prompts]
         size = min(batch_size, len(ids))
@@ -347,8 +349,8 @@ class Pair:
         return outs, steps
 
     def context(self, decoder: Decoder) -> Context:
-        """Return the sampling parameters of a decoder whose window is a number; what it leaves out
-        is the model's own."""
+        """Return the sampling parameters of a decoder whose window is a number; options that it
+        leaves out are the model's own."""
         reader = self.reader(decoder)
         config = reader.model.generation_config
         top_k = decoder.top_k
@@ -375,9 +377,9 @@ class Pair:
         beside: Sequence[LM] = (),
         profile: Profile | None = None,
     ) -> tuple[Session, Drafter]:
-        """Return what reads and what drafts `rows` sequences of at most `capacity` tokens together,
-        in caches of their own. Raises InputError where memory has no room for the caches and for as
-        many of the models `beside`, which the caller makes."""
+        """Return the target's session and the drafter for `rows` sequences of at most `capacity`
+        tokens, with their own caches. Raises InputError if memory has no room for the caches and
+        for those of the models `beside`, which the caller makes."""
         reader = self.reader(decoder)
         profile = profile or Profile()
         window = int(decoder.window)
@@ -434,9 +436,9 @@ class Pair:
         return converse(self, dialogues, limits)
 
     def binding(self, decoder: Decoder) -> dict[str, Any]:
-        """Return what lenient answers depend on besides the options: the models with their dtypes,
-        the tokenizer, its chat template, the target's generation_config, and the heads of the rule,
-        of the stop condition and of the drafter."""
+        """Return the facts besides the options that lenient answers depend on: the models with
+        their dtypes, the tokenizer, its chat template, the target's generation_config, and the
+        heads of the rule, the stop condition and the drafter."""
         return {
             "models": {
                 role: {"fingerprint": lm.fingerprint, "dtype": lm.dtype}
@@ -450,8 +452,7 @@ class Pair:
         }
 
     def _template(self) -> str | dict[str, Any] | None:
-        """Return the chat template that prompts go through, by its digest, with what is not
-        usual."""
+        """Return the chat template of prompts: its digest, and settings that are not defaults."""
         lm = self.target
         template = lm.chat.template_of(lm.tokenizer)
         spec = lm.chat.spec
@@ -469,21 +470,23 @@ class Pair:
         batch_size: int = 1,
         **options: Unpack[DecoderOptions],
     ) -> Decoder:
-        """Return the options with what the window "auto" comes to for these prompts, and the tree
-        "auto": the window of CANDIDATES at which they should be answered fastest or, where no stop
-        condition is named and beside a judge lies one that has learned what it rejects, the widest
-        with that, if this should be faster; and the shape. How many tokens the rule keeps is
-        counted on a few prompts, and what a cycle takes at each window is measured, for each shape.
-        It is picked once for a rule, a drafter, a stop condition, the sampling and a batch size,
-        and then stays."""
+        """Return the options with a number for the window "auto", and a shape for the tree "auto",
+        for these prompts.
+
+        The window is the one of CANDIDATES at which the prompts should be answered fastest. If no
+        stop condition is named and a stop head that learned the judge's rejections lies next to the
+        judge, the widest window with that stop is considered too. A few prompts count the tokens
+        that the rule keeps, and a cycle is timed at each window, for each shape. The choice is made
+        once for a rule, a drafter, a stop condition, the sampling and a batch size.
+        """
         asked = decoder.with_options(options) if decoder else Decoder.of(options)
         self.check(asked)
         ids = [self.encode(prompt, self.reader(asked)) for prompt in prompts]
         return self._settled(ids, min(batch_size, len(ids)), asked)
 
     def _settled(self, ids: list[list[int]], size: int, decoder: Decoder) -> Decoder:
-        """Return the decoder with the window that was given or, for "auto", is the fastest, with
-        how drafting ends and the shape of what is drafted there."""
+        """Return the decoder with its window or, for "auto", with the fastest window, stop
+        condition and tree shape."""
         if decoder.proposer is None or not ids:
             return replace(decoder, window=0)
         if decoder.window != "auto":
@@ -544,7 +547,8 @@ class Pair:
         return True
 
     def _pilot(self, ids: list[list[int]], size: int, decoder: Decoder) -> list[Cycle]:
-        """Return what cycles with the widest window do on some prompts."""
+        """Return the drafted and accepted tokens of cycles with the widest window on some
+        prompts."""
         widest = replace(
             decoder,
             window=max(CANDIDATES),
@@ -589,7 +593,7 @@ def _warn_of_another_drafter(decoder: Decoder) -> None:
 
 
 def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:
-    """Return what waits for the GPUs among the devices; None where there is none."""
+    """Return a function that synchronises the GPUs among the devices; None if there is none."""
     gpus = [device for device in devices if device.type == "cuda"]
 
     def wait() -> None:

@@ -46,7 +46,7 @@ class Response:
         return self._most_tokens - self.new
 
     def clip(self, verdict: Verdict) -> Step:
-        """Return the step that a verdict comes to, cut off where the response ends."""
+        """Return the step of a verdict, cut off where the response ends."""
         trace = list[Trace]()
         text = ""
         for entry in _entries(verdict):
@@ -72,7 +72,7 @@ class Response:
         )
 
     def _ending(self, token: int) -> Finish | None:
-        """Return why the response ends with a token; None where it goes on."""
+        """Return the reason why the response ends with a token; None if it continues."""
         if token in self.lm.eos_ids:
             return "eos"
         if self._text and self._text.stopped:
@@ -125,8 +125,8 @@ def _entries(verdict: Verdict) -> list[Trace]:
 
 
 class TextStream:
-    """Turns tokens into text as they come: holds back incomplete characters and what may begin a
-    stop string."""
+    """Converts tokens into text as they come. Incomplete characters, and text that may begin a stop
+    string, are held back."""
 
     def __init__(self, lm: LM, stop_strings: Sequence[str] = ()):
         self.lm = lm
@@ -162,7 +162,7 @@ class TextStream:
         return self._release(new)
 
     def flush(self) -> str:
-        """Return what is still held back when the response ends."""
+        """Return the text held back at the end of the response."""
         whole = self.lm.decode(self._ids[self._start :])
         rest = "" if self.stopped else self._held + whole[len(self._done) :]
         self._held = ""

@@ -48,7 +48,7 @@ that rest on it. A wrong guess throws away what rests on it: fewer passes, and m
 
 
 class Decodes(Protocol):
-    """What dialogues need of a pair."""
+    """The parts of a pair that dialogues use."""
 
     target: LM
 
@@ -126,7 +126,8 @@ class Continuation:
         return self.dropped or self.response.finish is not None
 
     def keep(self, step: Step) -> int:
-        """Take note of what a cycle kept; gives how many tokens the target read for it."""
+        """Record the step of a cycle and return the number of tokens that the target read for
+        it."""
         self.row.keep(step)
         self.recall.go_on(self.text)
         read = self.unread + step.drafted
@@ -135,8 +136,8 @@ class Continuation:
         return read
 
     def next_question(self, eos: frozenset[int]) -> Continue | None:
-        """Return how the target goes on after the draft's token at the next place where that is
-        another one; None where none is known yet."""
+        """Return the request for the continuation after the draft's token at the next mismatch;
+        None if none is known yet."""
         asked = self.question
         while asked.searches and self.searched < len(self.text):
             at = self.searched
@@ -153,8 +154,8 @@ class Continuation:
 def converse(
     pair: Decodes, dialogues: Iterable[Dialogue[T]], how: DialogueLimits
 ) -> Iterator[FinishedDialogue[T]]:
-    """Hold dialogues in our own loop, and give each as it ends. What continuations have in common
-    is read once. Raises InputError where memory has no room for the caches."""
+    """Run dialogues in lenience's own loop and yield each as it ends. Common prefixes of
+    continuations are read once. Raises InputError if memory has no room for the caches."""
     scheduler = _Scheduler(pair, dialogues, how)
     try:
         scheduler.admit()
@@ -227,7 +228,7 @@ class _Scheduler(Generic[T]):
         return self._comparisons.wait()
 
     def cycle(self) -> None:
-        """Decode a cycle of each continuation, and let dialogues go on whose answers are there."""
+        """Decode a cycle of each continuation, and resume the dialogues whose answers are ready."""
         read = self._slots.cycle(self._ctx)
         for number in list(self._in_slots):
             held = self._held[number]
@@ -238,7 +239,8 @@ class _Scheduler(Generic[T]):
         self._settle()
 
     def admit(self) -> None:
-        """Let dialogues go on that have compared, and new ones begin, while there are rows."""
+        """Resume dialogues with finished comparisons, and start new ones, while there are free
+        rows."""
         while compared := self._comparisons.next(wait=False):
             self._compared.append(compared)
         for number, answer in self._compared:
@@ -256,8 +258,8 @@ class _Scheduler(Generic[T]):
             self._settle()
 
     def _following(self) -> tuple[int, Any] | None:
-        """Return a dialogue that has compared, with what that gave, or one that begins; None where
-        there is none, or where too many compare."""
+        """Return a dialogue with a finished comparison and its result, or a new dialogue; None if
+        there is none, or too many compare."""
         if self._compared:
             return self._compared.pop(0)
         if len(self._held) >= 2 * self._how.size or not (
@@ -272,7 +274,7 @@ class _Scheduler(Generic[T]):
         return number, None
 
     def _ask(self, number: int, answer: Any) -> None:
-        """Give a dialogue its answer, and note what it wants next."""
+        """Send a dialogue its answer, and handle its next request."""
         held = self._held[number]
         question = held.go_on(answer)
         if question is not None:
@@ -283,15 +285,15 @@ class _Scheduler(Generic[T]):
             self._ended.append(ended)
 
     def _settle(self) -> None:
-        """Give rows to what has begun, and those of what is over to others."""
+        """Assign rows to new continuations, and free those of finished ones."""
         self._slots.retire()
         decoder = {continuation.dialogue for continuation in self._slots.continuations}
         self._in_slots = [number for number in self._in_slots if number in decoder]
 
 
 class _Conversation(Generic[T]):
-    """A dialogue while it is held. What it takes is counted as if it were held alone, so that it
-    does not depend on the company."""
+    """A dialogue in flight. Costs are counted as if it ran alone, so they do not depend on the
+    batch."""
 
     def __init__(
         self,
@@ -323,12 +325,12 @@ class _Conversation(Generic[T]):
         return self._waits and self._continuations[0].is_over
 
     def take_answer(self) -> list[int]:
-        """Return what answers the question."""
+        """Return the answer to the pending request."""
         self._waits = False
         return self._continuations.pop(0).tokens
 
     def count(self, target_tokens: int, draft_tokens: int) -> None:
-        """Count a cycle in which the models read so many tokens."""
+        """Count a cycle with these numbers of tokens read by the models."""
         cost = self.talk.cost
         cost.target_passes += 1
         cost.target_tokens += target_tokens
@@ -354,7 +356,7 @@ class _Conversation(Generic[T]):
         return question
 
     def search(self) -> None:
-        """Begin what is likely to be asked for after the last continuation."""
+        """Start the continuation that is likely to be requested after the last one."""
         if self._continuations and len(self._continuations) < self._in_flight:
             last = self._continuations[-1]
             question = last.next_question(self.target.eos_ids)
@@ -362,7 +364,7 @@ class _Conversation(Generic[T]):
                 self._continuations.append(self._continuation(question, last))
 
     def _begin(self, question: Continue) -> None:
-        """Decode what is asked for, unless that is done already."""
+        """Decode the requested continuation, unless it is decoded already."""
         self._waits = True
         if self._continuations and self._continuations[0].question == question:
             return
@@ -466,8 +468,8 @@ class _Slots:
         return read
 
     def retire(self) -> None:
-        """Give rows to what begins, first those of continuations that are over, and close the
-        gaps that are left."""
+        """Assign rows to new continuations, first those of finished ones, and close the remaining
+        gaps."""
         begin = [
             (continuation, source)
             for continuation, source in self._beginning

@@ -46,8 +46,8 @@ Flags = Callable[[], list[Any]]
 
 
 def cut_non_finite(draft: Draft) -> Draft:
-    """Cut chains before the first token with non-finite logits; empty such trees. `cut` tells which
-    rows were."""
+    """Cut chains before the first token with non-finite logits, and empty such trees. `cut` returns
+    which rows were cut."""
     if draft.logits is None or not draft.width:
         return draft
     sound = have_finite_max(draft.logits)  # [B, W]

@@ -11,11 +11,11 @@ from lenience.models.session import Session
 
 
 class TargetSession(Session):
-    """A session of a model that goes on from the target's own states."""
+    """A session of a model that continues from the target's own states."""
 
     def begin(self, prefixes: Sequence[list[int]]) -> list[bool]:
-        """Return [B]: whether what follows a prefix can be drafted, as the target has read all but
-        the last of its tokens. What is read next is these prefixes, and what follows them."""
+        """Return [B]: True for prefixes of which the target has read all but the last token, so
+        that drafting can start. The next read is of these prefixes and their continuations."""
         raise NotImplementedError
 
 

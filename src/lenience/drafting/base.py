@@ -20,7 +20,7 @@ from lenience.models.session import Session
 
 @dataclass(frozen=True)
 class DrafterSetup:
-    """What a drafter is built for."""
+    """Everything that a drafter is built with."""
 
     target: LM
     draft: LM | None
@@ -68,7 +68,7 @@ class DrafterSpec:
 
     @property
     def remembers(self) -> bool:
-        """Return whether what it proposes depends on what was answered before."""
+        """Return True if proposals depend on earlier answers."""
         return False
 
     @property
@@ -93,8 +93,8 @@ class DrafterSpec:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """Return what runs and judges remember of a drafter whose tokens were mined: its spec
-        without folders, and the fingerprints of its heads. None stands for the draft model."""
+        """Return the identity of a drafter for runs and judges: its spec without folders, and the
+        fingerprints of its heads. None stands for the draft model."""
         if self.proposes_as_draft:
             return None
         named = self.relocated(lambda path: Path(path).name)
@@ -130,7 +130,7 @@ class DrafterSpec:
         return []
 
     def build(self, setup: DrafterSetup) -> Drafter:
-        """Make what proposes windows."""
+        """Build the drafter."""
         raise NotImplementedError
 
     def __str__(self) -> str:

@@ -26,8 +26,8 @@ from lenience.models.session import Session
 
 @dataclass(frozen=True)
 class Vertical(DrafterSpec):
-    """`a>b`: what b drafts, for which a drafts in turn, so that b takes fewer passes; the windows
-    are those of b alone (cascade speculative drafting, Chen 2023, section 3.1)."""
+    """`a>b`: b's windows, for which a drafts in turn, so that b needs fewer passes (cascade
+    speculative drafting, Chen 2023, section 3.1)."""
 
     first: DrafterSpec
     then: DrafterSpec
@@ -146,8 +146,8 @@ class _Growing:
     def keep(
         self, proposed: list[int], said: list[int], logits: Tensor, eos: frozenset[int]
     ) -> None:
-        """Keep of what was proposed what is said too, and the token said after that; `logits` are
-        [W + 1, V]."""
+        """Keep the proposed tokens that the model predicts too, and its next token; `logits` are [W
+        + 1, V]."""
         n = next(
             (i for i, token in enumerate(proposed) if token != said[i]), len(proposed)
         )
@@ -276,8 +276,8 @@ class _HorizontalDrafter(Drafter):
         )
 
     def _picked_from(self, draft: Draft, row: int, tokens: list[int]) -> list[Tensor]:
-        """Return [V] for each of a row's tokens: what it was picked from; where it was proposed for
-        certain, all is on it."""
+        """Return the logits [V] that each of a row's tokens was picked from; a token proposed with
+        probability 1 has all mass."""
         if draft.logits is not None:
             return list(draft.logits[row, : len(tokens)])
         size = self.target.vocab_size
@@ -296,14 +296,14 @@ class _HorizontalDrafter(Drafter):
 
 
 def _reads_target(part: DrafterSpec) -> bool:
-    """Return whether it drafts with what the target made of the text."""
+    """Return True if the drafter uses the target's states."""
     return bool(part.fitted) and Parts.PROBS in part.offers
 
 
 def _chains(
     tokens: Sequence[list[int]], logits: Sequence[list[Tensor]] | None, target: LM
 ) -> Draft:
-    """Return windows of tokens, and for each [V] what it was picked from."""
+    """Return windows of tokens, and the logits [V] that each token was picked from."""
     grown = [
         GrowingTree(row, [*range(-1, len(row) - 1)], [*range(len(row))])
         for row in tokens

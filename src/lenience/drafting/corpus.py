@@ -28,9 +28,9 @@ def documents(
     field: str = "text",
     progress: Progress = silent,
 ) -> Iterator[list[int]]:
-    """Yield the token ids of the documents in files: each row of .jsonl, whose text stands in a
-    field, perhaps in .gz; else a file is a document. `name` is the model's whose tokenizer it is.
-    Raises InputError for what cannot be read."""
+    """Yield the token ids of the documents in files. Each row of a .jsonl file, perhaps in .gz, is
+    a document in the text field; any other file is one document. `name` is the model of the
+    tokenizer. Raises InputError for unreadable files."""
     total = 0
     done = 0
     for file in files:

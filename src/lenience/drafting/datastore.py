@@ -71,7 +71,7 @@ class Store:
         )
 
     def _beginning(self, n: int) -> Callable[[Any], list[int]]:
-        """Return what gives the first n tokens of a suffix."""
+        """Return a function that returns the first n tokens of a suffix."""
         tokens = self.tokens
         return lambda start: tokens[start : start + n].tolist()
 
@@ -86,8 +86,8 @@ class Store:
     def followers(
         self, places: NDArray[np.int64]
     ) -> list[tuple[int, float, NDArray[np.int64]]]:
-        """Return what followed the places of a text's last token: each token, its share of what
-        did, and its places."""
+        """Return the continuations of a text's last token at some positions: each token, its share,
+        and its positions."""
         after = places[places > 0] - 1
         found = self.tokens[after]
         if len(found) <= FEW:  # most are, and sorting them costs several times as much
@@ -185,9 +185,9 @@ def _size(about: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Datastore(DrafterSpec):
-    """Propose what mostly followed the longest end of the text in a corpus (REST, He 2023). The end
-    has `shortest` to `longest` tokens, `most` places are looked at, and a proposed token's path has
-    at least the share `least` of what followed."""
+    """Propose the most frequent continuation of the text's longest end in a corpus (REST, He 2023).
+    The end has `shortest` to `longest` tokens, `most` positions are used, and a proposed token's
+    path has at least the share `least` of the continuations."""
 
     path: str
     longest: int = 16
@@ -238,7 +238,8 @@ class Datastore(DrafterSpec):
     def look_up(
         self, text: Sequence[int], depth: int, tree: Tree, eos: frozenset[int]
     ) -> GrowingTree:
-        """Return what mostly followed a text's end, at most `depth` tokens one after the other."""
+        """Return the most frequent continuation of a text's end, at most `depth` tokens one after
+        another."""
         store = self.head
         found = store.matches(text, self.longest, self.shortest)
         step = -(-len(found) // self.most) or 1

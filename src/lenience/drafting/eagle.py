@@ -163,8 +163,7 @@ class FeatureSession(TargetSession):
     def _prepared(
         self, row: int, sequence: list[int], num_states: int, tree: Parents
     ) -> list[int]:
-        """Return a sequence without its first token, with what its new tokens are read with laid
-        ready."""
+        """Return a sequence without its first token, and prepare the features of its new tokens."""
         state = self._rows[row]
         start = len(sequence) - len(tree)
         features = self.target.features(row, sequence[:start], 0)
@@ -195,8 +194,8 @@ class FeatureSession(TargetSession):
 
     @staticmethod
     def _own(state: _Row, places: range, start: int, tree: Parents) -> Iterator[Tensor]:
-        """Yield [1, H] each: what was made of the tokens before those at some places, `start`
-        tokens of the sequence standing before the tree."""
+        """Yield [1, H] each: the model's own states before the tokens at some positions; `start`
+        tokens stand before the tree."""
         for i in places:
             before = tree[i - start + 1] if i >= start - 1 and tree else i - start
             yield state.made[start - 1 + before][None]
@@ -204,7 +203,7 @@ class FeatureSession(TargetSession):
 
 @dataclass
 class _Row:
-    """What is known of a row of a FeatureSession."""
+    """State of a row of a FeatureSession."""
 
     ready: bool = False
     first: int = -1

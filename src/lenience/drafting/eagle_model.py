@@ -86,7 +86,7 @@ class EagleWeights:
 
     @property
     def configured(self) -> list[Any]:
-        """Return what it is beside its tensors."""
+        """Return the settings of the checkpoint besides its tensors."""
         numbers = {name: getattr(self.config, name, None) for name in CONFIGURED}
         return [numbers, self.features, self.norm_before_residual, self.norm_output]
 
@@ -119,8 +119,8 @@ class EagleWeights:
         return digest_bytes(b"".join(parts))
 
     def check_shapes(self) -> None:
-        """Raise ValueError where a tensor has another shape than the configuration and the other
-        tensors say, and KeyError where one is missing."""
+        """Raise ValueError if a tensor's shape contradicts the configuration or other tensors, and
+        KeyError if a tensor is missing."""
         for name, wanted in self._shapes().items():
             tensor = self.tensors[name]
             if not has_shape(tensor, wanted):
@@ -214,8 +214,8 @@ class EagleWeights:
         return "t2d" in self.tensors
 
     def save(self, folder: Path) -> None:
-        """Write config.json and model.safetensors in the original layout, and eagle.json, which
-        says what it was fitted to; each whole or not at all."""
+        """Write config.json and model.safetensors in the original layout, and eagle.json with the
+        training record. Each file is written atomically."""
         named = {
             re.sub(r"^layers\.0\.", "midlayer.", name): part.detach().contiguous()
             for name, part in self.tensors.items()
@@ -327,7 +327,7 @@ class EagleDecoder(nn.Module):
         return norm
 
     def combine(self, features: Tensor) -> Tensor:
-        """Return [n, H]: what the target's features [n, F] are read as."""
+        """Return the layer's inputs [n, H] from the target's features [n, F]."""
         if self.is_first:
             return features
         if len(self.fc_norm):
@@ -490,7 +490,7 @@ def _linear(tensors: Mapping[str, Tensor], name: str) -> nn.Linear:
 def _layer(
     tensors: Mapping[str, Tensor], config: LlamaConfig, i: int
 ) -> LlamaDecoderLayer:
-    """Return a layer of Llama's kind from what a checkpoint has of it."""
+    """Return a Llama layer made of a checkpoint's tensors."""
     with torch.device("meta"):
         layer = LlamaDecoderLayer(config, i)
     for name, part in [*layer.named_modules()]:

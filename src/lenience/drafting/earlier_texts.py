@@ -48,9 +48,9 @@ DRAFTED = 0.7
 
 @dataclass(frozen=True)
 class Recalled(DrafterSpec):
-    """Propose what a search's earlier texts say after the same tokens, as the draft model would
-    correct it: where it now wants another token than it wanted there. The rows' memory of `Recall`
-    says what there is; used where the target goes on again and again in one sample."""
+    """Propose the continuations of a search's earlier texts after the same tokens, corrected by the
+    draft model where it now predicts another token than it did there. The rows' memory of `Recall`
+    holds the texts. Used where the target continues one sample many times."""
 
     name = "recalled"
     offers = Parts.NOTHING
@@ -69,7 +69,8 @@ class Recalled(DrafterSpec):
 
 
 class _RecallOnly(Drafter):
-    """Proposes what earlier texts say, uncorrected, for a target without a draft model."""
+    """Proposes the continuations of earlier texts uncorrected, for a target without a draft
+    model."""
 
     def __init__(self, target: LM):
         self.target = target
@@ -111,7 +112,7 @@ class _RecalledDrafter(Drafter):
         )
 
     def _extend(self, windows: Sequence[_Window], ctx: Context) -> None:
-        """Let the draft read what is recalled for each window, and take what it leaves of it."""
+        """Run the draft over the recalled tokens of each window, and keep those it agrees with."""
         for window in windows:
             window.recollect(self.session.lm.vocab_size)
         states = 1 + max(len(window.recalled) for window in windows)
@@ -180,7 +181,8 @@ class _Window:
                 return
 
     def recollect(self, known_ids: int) -> None:
-        """Look up what follows, for the draft to read, up to an id that only the target has."""
+        """Look up the continuation for the draft to read, up to the first id that only the target
+        has."""
         if self._place is None:
             self._place = self._found(LEAST_MATCH)
         self.recalled = []
@@ -200,8 +202,7 @@ class _Window:
     def take(
         self, said: Sequence[int], probs: Sequence[float], eos: frozenset[int]
     ) -> None:
-        """Go on with what was recalled as far as the draft lets it stand, and with a token of its
-        own."""
+        """Append the recalled tokens that the draft agrees with, and one token of its own."""
         for i, (token, wanted) in enumerate(zip(self.recalled, self.wanted)):
             now = said[i]
             sure = probs[i]
@@ -242,7 +243,7 @@ class _Window:
     def _propose(
         self, token: int, guess: int, chance: float, eos: frozenset[int]
     ) -> bool:
-        """Add a token that is kept with a chance, and say whether the window goes on."""
+        """Add a token with its acceptance probability, and return True if the window continues."""
         self._share *= chance
         if self.tokens and self._share < LEAST_SHARE:
             self._over = True
@@ -257,8 +258,8 @@ class _Window:
 def _said(
     logits: Tensor, windows: Sequence[_Window], ctx: Context
 ) -> tuple[Tensor, Tensor]:
-    """Return what the draft says [m, n] where it has these logits [m, n, V], greedily or drawn on
-    the keys of the rows' places, and how probable that is."""
+    """Return the draft's tokens [m, n] for logits [m, n, V], greedy or drawn with the rows' keys,
+    and their probabilities."""
     if ctx.greedy:
         best, tokens = logits.float().max(-1)
         return tokens, (best - logits.float().logsumexp(-1)).exp()
@@ -273,5 +274,5 @@ def _said(
 
 
 def _chance(sure: float) -> float:
-    """Return how often the target says what the draft says."""
+    """Return the acceptance rate of a token that the draft predicts."""
     return DRAFTED_SURELY if sure >= SURE else DRAFTED * sure

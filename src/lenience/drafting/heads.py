@@ -81,7 +81,7 @@ class DraftHeads:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a hash that identifies what the heads predict."""
+        """Return a hash of the heads' predictions."""
         content = [
             tensor.float().cpu().numpy().tobytes()
             for _, tensor in sorted(self.tensors().items())
@@ -119,7 +119,7 @@ class DraftHeads:
         return self._on[device, dtype]
 
     def states(self, x: Tensor) -> Tensor:
-        """Return […, n, H]: what each of the n heads makes of the target's states […, H]."""
+        """Return each head's states […, n, H] from the target's states […, H]."""
         done = []
         for blocks in self.blocks:
             state = x
@@ -302,8 +302,8 @@ def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> Draft
 
 @lru_cache(maxsize=2)
 def _load_published(named: str, path: Path, changed: int) -> DraftHeads:
-    """Return Medusa-1 heads as they are published. The heads are counted from the file, since
-    uploaded configurations say another number."""
+    """Return Medusa-1 heads in the published layout. The file gives their number, as uploaded
+    configurations state another."""
     try:
         saved = tensors_in(path / HUB_FILE)
         tensors = {}

@@ -30,9 +30,9 @@ MOST_FINISHED = 1_000_000
 
 @dataclass(frozen=True)
 class Ngram(DrafterSpec):
-    """Propose what followed the last tokens earlier in the text: prompt lookup (Saxena 2023). The
-    longest match of at most `max` tokens is taken, and the most recent of equally long ones
-    (`transformers`' prompt_lookup_num_tokens takes the oldest)."""
+    """Propose the tokens after an earlier occurrence of the last tokens: prompt lookup (Saxena
+    2023). The longest match of at most `max` tokens is used, and the most recent of equally long
+    ones (`transformers`' prompt_lookup_num_tokens uses the oldest)."""
 
     max: int = 3
     oldest: bool = False
@@ -50,9 +50,9 @@ class Ngram(DrafterSpec):
 
 @dataclass(frozen=True)
 class Suffix(DrafterSpec):
-    """Propose what most often followed the longest ends of the text earlier in it: SuffixDecoding
-    (Oliaro 2024). The number of tokens is the match's length times `factor`. Of all matches the one
-    with the largest sum of token probabilities is taken."""
+    """Propose the most frequent continuation of the text's longest ends earlier in it:
+    SuffixDecoding (Oliaro 2024). The number of tokens is the match's length times `factor`. The
+    match with the largest sum of token probabilities is used."""
 
     depth: int = 24
     """Largest counted length of a match."""
@@ -87,8 +87,8 @@ class Suffix(DrafterSpec):
 
 
 def check_dynamic(drafter: DrafterSpec, tree: Tree) -> None:
-    """Raise InputError for a tree by ranks, of which what is looked up has not as many
-    everywhere."""
+    """Raise InputError for a tree by ranks, as lookups do not have the same number of ranks at
+    every position."""
     if not isinstance(tree, Dynamic):
         raise InputError(
             f"drafter {drafter}: has no ranks at every position; with tree {tree} use "
@@ -105,14 +105,14 @@ def check_dynamic(drafter: DrafterSpec, tree: Tree) -> None:
 
 @dataclass
 class _RowIndex(Generic[T]):
-    """What is known of a row's text."""
+    """Index of a row's text."""
 
     index: T
     tokens: list[int] = field(default_factory=list)
 
 
 class _Lookup(Drafter, Generic[T]):
-    """Keeps an index of each row's text, so that a cycle adds what is new alone."""
+    """Keeps an index of each row's text, so that a cycle adds only new tokens."""
 
     def __init__(self, setup: DrafterSetup):
         self.target = setup.target
@@ -123,13 +123,13 @@ class _Lookup(Drafter, Generic[T]):
         raise NotImplementedError
 
     def finish(self, tokens: list[int]) -> None:
-        """Take note of a text that is not gone on with."""
+        """Record a finished text."""
 
     def look_up(
         self, index: T, tokens: list[int], ahead: int, limit: int
     ) -> GrowingTree:
-        """Return what may follow a text, whose last tokens `ahead` are not in the index, at most
-        `limit` tokens one after the other."""
+        """Return a continuation of a text, at most `limit` tokens one after another. The text's
+        last `ahead` tokens are not in the index."""
         raise NotImplementedError
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
@@ -226,7 +226,7 @@ class Finished:
             self.size += len(tokens) + 1
 
     def go_on(self, rows: dict[int, _RowIndex[Suffixes]]) -> None:
-        """Take up what the drafter before left in its rows; `rows` are another one's."""
+        """Take over the rows that the previous drafter left; `rows` belong to another one."""
         before = self._unfinished
         self._unfinished = rows
         for known in before.values():
@@ -269,8 +269,8 @@ class _SuffixDrafter(_Lookup[Suffixes]):
     def _best(
         self, index: Suffixes, matches: Iterable[tuple[int, int]], limit: int
     ) -> tuple[GrowingTree, float]:
-        """Return what the best of an index's matches, of which the longest come first, proposes,
-        and the sum of its shares."""
+        """Return the proposal of the best match in an index, whose longest matches come first, and
+        the sum of its shares."""
         best = GrowingTree()
         worth = 0.0
         for state, length in matches:
@@ -297,10 +297,10 @@ def likeliest(
     least: float,
     eos: frozenset[int],
 ) -> tuple[GrowingTree, float]:
-    """Return the likeliest tokens after a state of an index, at most `depth` one after the other,
-    and the sum of their paths' shares of what followed, each of `least` or more: as a chain the
-    likeliest after each, as a tree the likeliest paths. `followers` says of a state each token that
-    followed, its share, and the state after it."""
+    """Return the most frequent tokens after a state of an index, at most `depth` one after another,
+    and the sum of their paths' shares, each of at least `least`. A chain takes the most frequent
+    token after each, a tree the most frequent paths. `followers` returns the continuations of a
+    state: each token, its share, and the state after it."""
     grown = GrowingTree()
     worth = 0.0
     depth = min(depth, getattr(tree, "depth", None) or depth)

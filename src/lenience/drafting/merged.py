@@ -20,8 +20,8 @@ from lenience.models.lm import LM
 
 @dataclass(frozen=True)
 class Merged(DrafterSpec):
-    """`a|b`: whatever either proposes, what they have in common once (SpecInfer, Miao 2023, section
-    4.1: merge-based token trees). Its tokens count as chosen for certain."""
+    """`a|b`: the proposals of both in one tree, shared prefixes once (SpecInfer, Miao 2023, section
+    4.1: merge-based token trees). Its tokens count as chosen, not drawn."""
 
     parts: tuple[DrafterSpec, ...]
     name = "merged"

@@ -53,7 +53,7 @@ class DraftModel(DrafterSpec):
 
 
 def model_drafter(lm: LM, setup: DrafterSetup) -> Drafter:
-    """Return what drafts chains or trees with a model of the same vocabulary."""
+    """Return a drafter of chains or trees by a model of the same vocabulary."""
     capacity = min(setup.capacity, lm.context_length or setup.capacity)
     cache = None if setup.tree.is_chain else tree_cache(lm, setup.rows, capacity)
     return drafter_on(Session(lm, setup.rows, capacity, cache, setup.profile), setup)
@@ -97,12 +97,12 @@ class _Window:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with an independent model of the same vocabulary, as many tokens as the context's
-    window at most and none past an EOS.
+    """Drafts with an independent model of the same vocabulary, at most as many tokens as the
+    context's window and none past an EOS.
 
-    What it proposes is as wide as the target's logits and on their device: embeddings of one
-    vocabulary may be padded differently, and an id that only the draft's has is never proposed.
-    `keep_states` keeps the draft's hidden states for a rule that reads them.
+    Proposals have the target's width and device: embeddings of one vocabulary may be padded
+    differently, and an id that only the draft has is never proposed. `keep_states` keeps the
+    draft's hidden states for a rule that reads them.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class ModelDrafter(Drafter):
         return Draft(window.tokens, lengths, trusted=trusted)
 
     def _reads_on(self, ctx: Context) -> bool:
-        """Return whether the most probable token of the model is what is drafted."""
+        """Return True if the model's most probable token is drafted."""
         fits = self.session.lm.vocab_size <= self.target.vocab_size
         return ctx.greedy and not ctx.processors and fits
 
@@ -178,8 +178,8 @@ class ModelDrafter(Drafter):
         return self.keep_states or self.stop.needs_state_after
 
     def _draft_greedily(self, window: _Window, ctx: Context) -> Tensor | None:
-        """Draft all that is wanted in one read, and find the lengths [B] where the tokens are; None
-        where the model's context ended it before. What is drafted is rounded up, as each length is
+        """Draft the whole window in one read, and find the lengths [B] on the device; None if the
+        model's context ended it before. The number of tokens is rounded up, as each length is
         recorded."""
         left = max(window.limits) + self._extra
         steps = min(-(-left // CHUNK) * CHUNK, ctx.window + self._extra)
@@ -238,7 +238,7 @@ class ModelDrafter(Drafter):
                     break
 
     def _ask(self, window: _Window, probs: list[Tensor], ctx: Context) -> None:
-        """Ask the stop condition about what was drafted last."""
+        """Query the stop condition about the last drafted tokens."""
         hidden = window.hidden[-1]
         if self.stop.needs_state_after and len(window.hidden) == 1:
             # the first state belongs to the token before the first

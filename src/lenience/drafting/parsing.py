@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 def parse_drafter(drafter: str | DrafterSpec) -> DrafterSpec:
-    """Return a drafter from its spec, such as "model", or several as one, such as "ngram|model",
-    "ngram>model" or "model:4+ngram", where "|" binds least and "+" most; a DrafterSpec is returned
-    as it is. Raises InputError that names what is wrong with the spec."""
+    """Return a drafter from its spec, such as "model", or several combined, such as "ngram|model",
+    "ngram>model" or "model:4+ngram", where "|" binds least and "+" most. A DrafterSpec is returned
+    as it is. Raises InputError for a wrong spec."""
     if not isinstance(drafter, str):
         return spec.parse(drafter, "drafter", "drafter", DRAFTERS, DrafterSpec)
     try:
@@ -57,8 +57,8 @@ def _only(parts: list[T], mark: str) -> T:
 
 
 def parse_stop(stop: str | Stop) -> Stop:
-    """Return a stop condition from its spec, such as "confidence:0.4" or "head:run/stop@0.5"; a
-    Stop is returned as it is. Raises InputError that names what is wrong with the spec."""
+    """Return a stop condition from its spec, such as "confidence:0.4" or "head:run/stop@0.5". A
+    Stop is returned as it is. Raises InputError for a wrong spec."""
     return spec.parse(stop, "stop", "stop condition", STOPS, Stop)
 
 

@@ -39,8 +39,8 @@ class _OwnLayers(DrafterSpec):
     writes_target_cache = True
 
     def left_out(self, depth: int) -> Sequence[int]:
-        """Return which layers of a target with so many are not read, 1 the first. Raises InputError
-        where it has no such layers."""
+        """Return the layers to skip of a target with `depth` layers, counted from 1. Raises
+        InputError for layers that it lacks."""
         raise NotImplementedError
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
@@ -110,8 +110,8 @@ class Skip(_OwnLayers):
 
 
 class SharedSession(TargetSession):
-    """A session of some of a target's layers on the target's own cache: what is drafted stands
-    there behind what the target has read, and is written over when the target reads it."""
+    """A session of some of a target's layers on the target's own cache. Drafted tokens stand after
+    those that the target has read, and the target overwrites them."""
 
     def __init__(self, lm: LM, cache: RowCache, target: Session, profile: Profile):
         """`cache`: the layers' part of the target's."""
@@ -174,7 +174,7 @@ def without_layers(target: LM, left_out: Sequence[int]) -> LM:
 
 
 def take_apart(target: LM, left_out: Sequence[int]) -> LM:
-    """Return the same, made anew."""
+    """Make the draft model of `without_layers`."""
     whole = target.model
     tensors: list[torch.Tensor] = [*whole.parameters(), *whole.buffers()]
     own: Any = copy.deepcopy(whole, {id(tensor): tensor for tensor in tensors})

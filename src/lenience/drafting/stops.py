@@ -38,7 +38,7 @@ of the earlier threshold, and step."""
 
 @dataclass(frozen=True)
 class Stop:
-    """One named condition. Here, and in subclasses that say nothing else: none."""
+    """A named stop condition; this one never stops."""
 
     name: ClassVar[str]
     skips_verification: ClassVar[bool] = False
@@ -85,10 +85,10 @@ class Stop:
     def acceptance_probs(
         self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
-        """Return [B, n]: how likely each of the drafted `tokens` [B, n] is to be accepted; `logits`
-        [B, n, V] are what they were picked from, `hidden` [B, n, H] the draft's states there, which
-        one that reads them is given. One that looks back is given the states after the tokens, and
-        must not use the others."""
+        """Return [B, n]: the probability that each drafted token [B, n] is accepted. `logits` [B,
+        n, V] are those that the tokens were picked from, `hidden` [B, n, H] the draft's states
+        there, for a condition that reads them. A condition that looks back gets the states after
+        the tokens, and must not use others."""
         raise NotImplementedError
 
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -97,8 +97,8 @@ class Stop:
         raise NotImplementedError
 
     def ends(self, logits: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
-        """Return [B, n] bool: at which of the drafted `tokens` [B, n] one that reads no states ends
-        drafting, each told by what it was picked from, `logits` [B, n, V]."""
+        """Return [B, n] bool: the drafted `tokens` [B, n] at which a condition without states ends
+        drafting, each by the `logits` [B, n, V] it was picked from."""
         return self.stop_mask(
             self.acceptance_probs(logits, None, tokens, ctx), ctx.rows
         )
@@ -139,7 +139,7 @@ class Heuristic(Stop):
 
 @dataclass(frozen=True)
 class ThresholdStop(Stop):
-    """What stops at the first token whose chance is under `least`."""
+    """Stops at the first token with a probability below `least`."""
 
     least: float
 
@@ -187,7 +187,7 @@ class Fallback(ThresholdStop):
 
 
 class _Adapted(NamedTuple):
-    """What `Entropy` keeps of a row."""
+    """State of `Entropy` for a row."""
 
     share: float
     """Recent share of drafted tokens that were accepted."""
@@ -244,7 +244,7 @@ class Entropy(ThresholdStop):
 
 @dataclass(frozen=True)
 class Scored(HeadReference, Stop):
-    """What asks a head on the draft's states; subclasses say what its score means."""
+    """Queries a head on the draft's states; subclasses interpret its score."""
 
     @property
     def needs(self) -> Parts:

@@ -21,7 +21,7 @@ class Suffixes:
         self._last = 0
 
     def add(self, token: int) -> None:
-        """Let the text go on with a token."""
+        """Append a token to the text."""
         new = self._state({}, self._length[self._last] + 1, -1, 0)
         at = self._last
         while at >= 0 and token not in self._next[at]:
@@ -95,8 +95,8 @@ class Suffixes:
         return link, self._length[link]
 
     def followers(self, state: int) -> list[tuple[int, float, int]]:
-        """Return what followed a state's text: each token, its share of what did, and the state
-        after it."""
+        """Return the continuations of a state's text: each token, its share, and the state after
+        it."""
         after = {token: at for token, at in self._next[state].items() if token != END}
         total = sum(self._count[child] for child in after.values())
         return [

@@ -11,8 +11,9 @@ MOST_LOST = 0.01
 
 
 def recommended(frontier: Frontier) -> str:
-    """Return the fastest setting that lost at most a point of the target's right answers, how fast
-    it is beside the target alone and the fastest strict decoding, and what is not known of it."""
+    """Return a sentence about the fastest setting that lost at most one point of the target's
+    correct answers: its speed compared with the target alone and the fastest strict decoding, and
+    what remains uncertain."""
     rows = named(frontier.rows)
     alone = next(row for row in rows if row.rule == "target")
     drafting = [row for row in rows if row.rule not in BASELINES]

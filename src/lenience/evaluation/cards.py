@@ -20,9 +20,9 @@ ROLES: tuple[Role, ...] = ("judge", "stop", "gate")
 
 
 def push(folder: Path, name: str, licence: str | None, private: bool) -> str:
-    """Put a fitted head on the Hub as "org/name", with a card that says what it was fitted to, how
-    well it tells, and what its run certified; gives where it is. Raises InputError where the folder
-    holds none, and RunError where the Hub refuses."""
+    """Upload a trained head to the Hub as "org/name", with a card of its training, its metrics and
+    its run's certificate, and return its address. Raises InputError if the folder holds no head,
+    and RunError if the Hub refuses."""
     role = next(
         (known for known in ROLES if (folder / f"{known}.json").is_file()), None
     )
@@ -77,7 +77,7 @@ def card(
 
 
 def _loaded(models: Mapping[str, str]) -> str:
-    """Return what load_pair is given for these models by their names."""
+    """Return the arguments of load_pair for these models by their names."""
     names = [models.get(role, role.upper()) for role in ("target", "draft")]
     if names == ["built-in target", "built-in draft"]:
         return ""
@@ -85,7 +85,7 @@ def _loaded(models: Mapping[str, str]) -> str:
 
 
 def _facts(head: Head, record: RunRecord | None) -> Iterator[tuple[str, Any]]:
-    """Yield what a head is, a fact a row."""
+    """Yield the facts of a head, one per row."""
     metrics = head.metrics
     if record is not None:
         for role, model in record.models.items():
@@ -126,7 +126,7 @@ def _certificate(run: Path, head: Head) -> Certificate | None:
 
 
 def _told(certificate: Certificate | None) -> str:
-    """Return what a certificate says, in one sentence."""
+    """Return a certificate's statement in one sentence."""
     if certificate is None or certificate.certified is None:
         return "There is none: what it loses was not bounded."
     certified = certificate.certified

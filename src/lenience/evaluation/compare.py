@@ -51,7 +51,7 @@ EXAMPLES = 3
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """What is compared, and on how much."""
+    """Decoders and samples of a comparison."""
 
     rules: tuple[str, ...] = ()
     """One for each decoder; "all" stands for a grid of every rule, and for each judge that is named
@@ -95,8 +95,8 @@ class CompareConfig:
 
     @cached_property
     def named(self) -> list[dict[str, Any]]:
-        """Return the options that each decoder names itself: its rule, and what else its setting
-        says. Raises InputError for a wrong one."""
+        """Return the options that each decoder names: its rule, and those of its setting. Raises
+        InputError for a wrong option."""
         refuse_certified(self.rules)
         named = list(map(given_options, self.settings))
         refuse_certified(str(entry["rule"]) for entry in named)
@@ -120,8 +120,8 @@ class CompareConfig:
     def decoders(
         self, shared: Decoder, baselines: Sequence[str] = ()
     ) -> list[Compared]:
-        """Return all decoders, each once, the baselines first; what they do not name is as in
-        `shared`."""
+        """Return all decoders, each once, the baselines first; options that they do not name are
+        those of `shared`."""
         entries = [{"rule": rule} for rule in baselines]
         entries += [entry for entry in self.named if entry not in entries]
         return [
@@ -134,19 +134,19 @@ class CompareConfig:
         return _by_path(self.decodings())
 
     def check(self) -> None:
-        """Raise InputError for what is wrong whatever the models are."""
+        """Raise InputError for settings that are wrong for any models."""
         for head in self.heads().values():
             _ = head.head  # there, and whole
 
     def decodings(self) -> list[Decoder]:
-        """Return what is named, as far as it is known before the windows are chosen. Raises
-        InputError for a wrong entry."""
+        """Return the decoders before the windows are chosen. Raises InputError for a wrong
+        option."""
         return [compared.decoder for compared in self.decoders(self.shared)]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One of what is compared; its window is chosen where it names none."""
+    """A decoder in a comparison; its window is chosen if it names none."""
 
     decoder: Decoder
     names_window: bool
@@ -156,7 +156,7 @@ class Compared:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Compared:
-        """Return a record from what `to_json` gave."""
+        """Return a record from the result of `to_json`."""
         options = {
             name: option for name, option in value.items() if name != "names_window"
         }
@@ -165,7 +165,8 @@ class Compared:
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long what is left will take, from an answer and a batch of answers decoded beforehand."""
+    """Estimated time of the remaining work, from an answer and a batch of answers decoded
+    beforehand."""
 
     seconds: float
     answers: int
@@ -178,15 +179,16 @@ def compare(
     out: Path | None = None,
     progress: Progress = silent,
 ) -> Frontier:
-    """Decode test samples by every decoder.
+    """Decode test samples by every decoder and return the figures.
 
-    The target alone is always compared, and the draft alone where the pair has one. A decoder that
-    names no window runs at two: the one that gives it the most tokens per second on
-    other samples, and the widest, for what it gains where only the target's passes cost; the strict
-    rule also at each window that a judge got. Quality and passes are counted while many samples are
-    decoded together; seconds are measured one by one on some of them, the decoders taking turns so
-    that a machine's moods fall on all of them alike. With `out`, finished answers are kept there
-    and a second call goes on from them. Raises InputError for a wrong rule, task or folder.
+    The target alone is always compared, and the draft alone if the pair has one. A decoder without
+    a window runs at two: its fastest on other samples, and the widest, which shows the gain where
+    only target passes cost. The strict rule also runs at each judge's window. Quality and passes
+    are measured on batched samples. Seconds are measured one by one on some of them, the decoders
+    taking turns so that changes of the machine's speed affect all alike.
+
+    With `out`, finished answers are kept there and a second call resumes. Raises InputError for a
+    wrong rule, task or folder.
     """
     run = Comparison(pair, task, config, progress)
     with run.folder(out) as folder:
@@ -241,7 +243,7 @@ class Comparison:
             yield out
 
     def _asked(self) -> dict[str, Any]:
-        """Return what compare.json says."""
+        """Return the content of compare.json."""
         config = self.config
         shared = self.shared.to_json()
         shared = {
@@ -336,7 +338,7 @@ class Comparison:
         return frontier
 
     def estimate(self, folder: Path | None) -> Estimate:
-        """Return how long what is left will take, by the settings' number."""
+        """Return the estimated time of the remaining work, by the number of settings."""
         drafting = [
             compared for compared in self.decoders if not compared.decoder.alone
         ]
@@ -364,7 +366,7 @@ class Comparison:
         return Estimate(seconds, one_by_one + together)
 
     def _not_chosen_yet(self, path: Path) -> list[Compared]:
-        """Return the decoders whose windows a folder does not say."""
+        """Return the decoders whose windows a folder does not hold."""
         if not path.exists():
             return self.decoders
         before = read_json(path).get("decoders")
@@ -372,8 +374,8 @@ class Comparison:
         return [compared for compared in self.decoders if compared not in done]
 
     def _seconds_an_answer(self) -> tuple[float, float]:
-        """Return what an answer takes alone, and in a batch, by strict decoding with the draft
-        model where there is one, as most settings take about as long."""
+        """Return the seconds of an answer alone and in a batch, by strict decoding with the draft
+        model if there is one, as most settings take about as long."""
         rule = "target" if self.pair.draft is None else "exact"
         plainly = {"drafter": "model", "tree": "chain", "stop": "fixed", "window": 8}
         decoder = self.shared.with_options({"rule": rule, **plainly})
@@ -408,8 +410,8 @@ class Comparison:
         return len(self.config.windows) > 1 and not compared.names_window
 
     def _settings(self, path: Path, progress: Progress) -> list[ComparedSetting]:
-        """Return each decoder at its fastest and at the widest window, or at the one that it names;
-        the strict rule also at the judges'. What was chosen once stays."""
+        """Return each decoder at its fastest and at the widest window, or at the window that it
+        names; the strict rule also at the judges' windows. Choices are made once."""
         settings: dict[Decoder, ComparedSetting] = {}
         done: list[Compared] = []
         if path.exists():
@@ -594,8 +596,8 @@ def _by_path(decodings: Iterable[Decoder]) -> dict[str, TrainedPart]:
 
 
 def _by_setting(seconds: Any, settings: Sequence[str]) -> Mapping[str, float]:
-    """Return what a line of timings.jsonl says of each setting; older ones list the first
-    settings'."""
+    """Return the seconds of each setting in a line of timings.jsonl; older lines list those of the
+    first settings."""
     return seconds if isinstance(seconds, dict) else dict(zip(settings, seconds))
 
 

@@ -39,7 +39,7 @@ class AnswerPair(Record):
 
 
 class Key(Record):
-    """What the page does not tell: which answer is whose."""
+    """The assignment of answers to sides, which the page does not reveal."""
 
     page: str
     pairs: list[AnswerPair]
@@ -47,7 +47,7 @@ class Key(Record):
 
 @dataclass(frozen=True)
 class Page:
-    """What was written."""
+    """Result of writing a page."""
 
     path: Path
     pairs: int
@@ -95,9 +95,9 @@ def _pairs(
     settings: Sequence[str],
     limit: int,
 ) -> tuple[list[AnswerPair], int]:
-    """Return what is shown, in random order: each setting's answers to at most `limit` prompts
-    beside the target's `own`, what two settings say alike once; and how many are the same as the
-    target's."""
+    """Return the pairs to show, in random order, and the number of answers that equal the target's.
+    Each setting's answers to at most `limit` prompts are paired with the target's `own`; equal
+    answers of two settings are shown once."""
     drawn = random.Random(secrets.token_hex(16))
     by_content = dict[tuple[str, str], AnswerPair]()
     alike = 0
@@ -126,7 +126,7 @@ def _compared(
 def _blinded(
     pair: AnswerPair, prompt: str, own: dict[str, Answer], others: dict[str, Answer]
 ) -> dict[str, str]:
-    """Return what the page shows of a pair."""
+    """Return a pair as the page shows it."""
     left = own[pair.id].text
     right = others[pair.id].text
     if not pair.target_left:
@@ -165,8 +165,7 @@ def take_grades(folder: Path, filled: Path) -> dict[str, HumanGrades]:
 
 
 def _said(folder: Path, key: Key, filled: Path) -> dict[int, str]:
-    """Return what the file that a page gave says of its pairs. Raises InputError for another
-    file."""
+    """Return the grades in a saved file. Raises InputError for another file."""
     try:
         text = filled.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -191,7 +190,7 @@ def _said(folder: Path, key: Key, filled: Path) -> dict[int, str]:
 
 
 def with_grades(folder: Path, frontier: Frontier) -> Frontier:
-    """Return a comparison's figures with what people have said of it."""
+    """Return a comparison's figures with people's grades."""
     if not (folder / GRADED).exists():
         return frontier
     known = read_json(folder / GRADED)
@@ -224,8 +223,7 @@ def _grades(points: list[float]) -> HumanGrades:
 
 
 def _wilson(share: float, n: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson 1927), which has a width where all say the same
-    too."""
+    """Return the 95 % interval of a share (Wilson 1927), which has a width even if all agree."""
     z = 1.96
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = (

@@ -21,7 +21,7 @@ NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class NamedRow(FrontierRow):
-    """A row with what it is called."""
+    """A row with its displayed name."""
 
     name: str
     family: str
@@ -29,8 +29,8 @@ class NamedRow(FrontierRow):
 
 
 def named(rows: Sequence[FrontierRow]) -> list[NamedRow]:
-    """Name rows; a judge, a stop condition and a drafter are called by as much of their paths as
-    tells them from the others."""
+    """Name rows. A judge, a stop condition and a drafter are shown with the part of their paths
+    that distinguishes them."""
     heads = [head for row in rows for term in terms(row.rule) for head in term.heads]
     paths = {Path(head.path) for head in heads if not built_in(head.path)}
 
@@ -63,7 +63,7 @@ def _options(options: Mapping[str, Any], path: Callable[[str], str]) -> dict[str
 
 
 def _shortest_end(path: Path, paths: set[Path]) -> str:
-    """Return the shortest end of a path that tells it from the others."""
+    """Return the shortest end of a path that distinguishes it from the others."""
     for n in range(1, len(path.parts) + 1):
         end = path.parts[-n:]
         if sum(other.parts[-n:] == end for other in paths) == 1:
@@ -72,8 +72,8 @@ def _shortest_end(path: Path, paths: set[Path]) -> str:
 
 
 def family(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
-    """Return the group that a rule is drawn with: the name of its last term and which of its
-    settings are given, for a judge what `labels` calls it, or the folder of its head."""
+    """Return the group that a rule is drawn with: the name of its last term with the names of its
+    given settings, and for a judge its label or the folder of its head."""
     found = terms(rule)
     if not found:
         return rule
@@ -84,7 +84,7 @@ def family(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
 
 
 def short(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
-    """Return a rule with no more of its judge's path than what `labels` calls it, or its folder."""
+    """Return a rule with its judge's path shortened to the label, or to its folder."""
     read = Decoder.of(rule=rule).rule
     parts = read.parts if isinstance(read, AnyOf) else ()
     if not parts:
@@ -142,7 +142,8 @@ def bound_text(threshold: float) -> str:
 
 
 def probability(p: float) -> str:
-    """Return a probability in as few digits as tell it from 0 and 1: 0.9 and 0.99996."""
+    """Return a probability in the fewest digits that distinguish it from 0 and 1: 0.9 and
+    0.99996."""
     for digits in range(2, 17):
         text = f"{p:.{digits}g}"
         if abs(float(text) - p) <= 0.05 * min(abs(p), abs(1 - p)):

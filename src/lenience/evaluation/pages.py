@@ -35,7 +35,7 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Mining:
-    """What the judge of a report was fitted to."""
+    """Training data of a report's judge."""
 
     samples: int
     mismatches: int
@@ -67,7 +67,7 @@ def write_certificate(path: Path, certificate: Certificate) -> None:
 
 
 def _rungs(certificate: Certificate) -> str:
-    """Return the figure of what a certificate tried, or why there is none."""
+    """Return the figure of a certificate's tested settings, or the reason why there is none."""
     return no_figures() or as_svg(rungs(certificate))
 
 
@@ -83,8 +83,8 @@ def template(name: str) -> Template:
 def example(
     frontier: Frontier, certified: Certified | None = None
 ) -> ShownAnswer | None:
-    """Return the kept answer that shows most: of what is certified or a judge if there is one,
-    right, with the most leniently kept tokens."""
+    """Return the most instructive kept answer: correct, by the certified setting or a judge if
+    there is one, with the most leniently accepted tokens."""
     shown = []
     for sample in frontier.examples:
         for row, result in zip(named(frontier.rows), sample.results):
@@ -99,7 +99,7 @@ def example(
 
 
 def details(frontier: Frontier) -> dict[str, Any]:
-    """Return what the page shows of a row that is pointed at: its settings and figures, and its
+    """Return the data that the page shows for a row on hover: its settings and figures, and its
     answers to the kept prompts."""
     rows = [
         {
@@ -124,7 +124,7 @@ def details(frontier: Frontier) -> dict[str, Any]:
 
 
 def as_text(prompt: Any) -> str:
-    """Return a prompt, messages with who says them."""
+    """Return a prompt as text, messages with their roles."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(
@@ -152,9 +152,9 @@ def write_report(
     certificate: Certificate | None = None,
     headline: str = "",
 ) -> None:
-    """Write report.html and, beside it, where figures can be drawn, frontier.svg; `mining` adds
-    what was mined and fitted, `certificate` marks what was certified, and says it, and the
-    `headline` stands first: what is recommended, where there is no other."""
+    """Write report.html and, if plots are available, frontier.svg next to it. `mining` adds the
+    judge's training data, `certificate` marks and describes the certified setting, and the
+    `headline` comes first; its default is the recommendation."""
     certified = certificate.certified if certificate and certificate.holds else None
     drawn = narrow = no_figures()
     if not drawn:

@@ -73,11 +73,13 @@ def plot(
     frontier: Frontier, certified: Certified | None = None, narrow: bool = False
 ) -> Any:
     """Return the frontier as a matplotlib figure: accuracy against tokens per pass and, at the
-    rules' fastest windows, against tokens per second and seconds per right answer, with bands of 95
-    % and the line of random allocation. Accuracies are drawn on a logit scale, which parts those
-    near 1; a label that would cover another is moved, with a line to its mark. The mark of row i
-    has the id mark-i-0, -1 and -2. What is certified has a ring, at its window. A `narrow` one has
-    its parts one above the other."""
+    rules' fastest windows, against tokens per second and seconds per correct answer, with 95 %
+    bands and the line of random allocation.
+
+    Accuracies have a logit scale, which separates values near 1. A label that would cover another
+    is moved, with a line to its mark. The mark of row i has the ids mark-i-0, -1 and -2. The
+    certified setting has a ring. A `narrow` figure stacks its parts.
+    """
     from matplotlib.figure import Figure
 
     rows = list(enumerate(named(frontier.rows)))
@@ -318,8 +320,8 @@ def _draw_line(
 
 
 def rungs(certificate: Certificate) -> Any:
-    """Return what a certificate tried, as a matplotlib figure: the loss seen and its bound against
-    tokens per pass."""
+    """Return a certificate's tested settings as a matplotlib figure: the observed loss and its
+    bound against tokens per pass."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")

@@ -42,7 +42,7 @@ class ComparedSetting:
 
 
 class HumanGrades(Record):
-    """What people said of a setting's answers beside the target's own, where these differ."""
+    """People's grades of a setting's answers that differ from the target's."""
 
     n: int
     wins: int
@@ -106,8 +106,8 @@ class FrontierRow(Record):
 
 
 class AllocationPoint(Record):
-    """What random allocation is expected to give, each prompt being answered by the draft with the
-    chance `share`, else by the target alone."""
+    """Expected figures of random allocation: the draft answers each prompt with probability
+    `share`, and otherwise the target alone."""
 
     share: float
     accuracy: float
@@ -127,7 +127,7 @@ class Example(Record):
 
 
 class Frontier(Record, extra="allow"):
-    """frontier.json: a comparison. Beside these fields it has the options of decoding that all
+    """frontier.json: a comparison. Besides these fields it has the options of decoding that all
     settings share, by name."""
 
     versions: dict[str, str]
@@ -159,9 +159,9 @@ def table(
     shared: Decoder,
     quality: Sequence[Quality] | None = None,
 ) -> list[FrontierRow]:
-    """Return one row a setting. `answers` holds each setting's answers to n samples, `timings` the
-    seconds of each of the first of them by setting; `shared` are the options that settings have in
-    common; `quality` says how good the answers are, where they are not just right or wrong."""
+    """Return one row per setting. `answers` holds each setting's answers to n samples, `timings`
+    the seconds of the first samples by setting. `shared` are the options common to all settings.
+    `quality` is the quality of answers that are not just right or wrong."""
     seconds = np.array(timings, dtype=float)  # [timed_n, settings]
     rules = [setting.decoder.alone for setting in settings]
     of_settings = quality or qualities(None, answers, rules.index("target"))
@@ -313,7 +313,7 @@ def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[st
 
 
 def machine(pair: Pair) -> str:
-    """Return what the figures were measured on."""
+    """Return a description of the machine and the engine."""
     # others read the checkpoints, on a device of their own
     own = pair.engine_name == OWN
     if pair.target.device.type == "cuda" or (not own and torch.cuda.is_available()):

@@ -29,8 +29,8 @@ from lenience.rules.base import select_position
 def verify_drawn(
     draft: Draft, reading: Reading, ctx: Context, *, upwards: bool
 ) -> list[Verdict]:
-    """Decide on trees that were drawn from their `logits`, by the distributions that sampling
-    really uses. What is kept counts as what the strict rule accepts."""
+    """Decide on trees drawn from their `logits`, by the distributions that sampling uses. Accepted
+    tokens count as accepted by the strict rule."""
     assert draft.parents is not None and draft.logits is not None
     lengths = draft.lengths.tolist()
     trees = [list(parents[:n]) for parents, n in zip(draft.parents, lengths)]
@@ -58,8 +58,8 @@ def _next_tokens(
     walked: Sequence[Sequence[int]],
     ctx: Context,
 ) -> Tensor:
-    """Return [B]: what follows the kept paths, drawn from what is left there; a bonus is drawn as
-    plain decoding draws."""
+    """Return the tokens [B] after the kept paths, drawn from the remaining distributions; a bonus
+    is drawn as in plain decoding."""
     last = [path[-1] if path else -1 for path in walked]
     bonus = to_device([at not in tree for at, tree in zip(last, trees)], rest.device)
     place = to_device([*map(len, walked)], rest.device).long()
@@ -103,8 +103,8 @@ def _by_depth(trees: Sequence[Parents]) -> list[list[list[tuple[int, int, int]]]
 
 
 class _Shares:
-    """What is left of the target's distributions, and the shares to be kept of them, as children
-    are asked about."""
+    """The remaining target distributions, and the shares of them to keep, as children are
+    verified."""
 
     def __init__(self, draft: Draft, target: Tensor, ctx: Context, upwards: bool):
         assert draft.logits is not None
@@ -119,7 +119,7 @@ class _Shares:
         self._left: dict[tuple[int, int], Tensor] = {}
 
     def ask(self, siblings: Sequence[tuple[int, int, int]]) -> None:
-        """Reckon with tokens of different parents."""
+        """Verify tokens of different parents."""
         device = self.rest.device
         row, parent, node = to_device(list(zip(*siblings)), device).long()
         tokens = self.draft.tokens[row, node]
@@ -146,8 +146,8 @@ class _Shares:
     def _unused(
         self, siblings: Sequence[tuple[int, int, int]], row: Tensor, node: Tensor
     ) -> Tensor:
-        """Return [M, V]: what the tokens were drawn from, without siblings that cannot be drawn
-        again."""
+        """Return [M, V]: the distributions that the tokens were drawn from, without siblings that
+        cannot be drawn again."""
         known = [self._left.get(sibling[:2]) for sibling in siblings]
         own = self.drafted[row, node]
         return torch.stack(

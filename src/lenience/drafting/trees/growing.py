@@ -35,8 +35,8 @@ class GrowingTree:
         self.picked_from.append(picked_from)
 
     def cut(self, depth: int, eos: frozenset[int]) -> GrowingTree:
-        """Return what stands at most `depth` tokens behind the prefix, and after no EOS; and no
-        token that is `NONE`, nor what follows it."""
+        """Return the tokens at most `depth` behind the prefix that follow no EOS, without `NONE`
+        tokens and their descendants."""
         grown = GrowingTree()
         new = dict[int, int]({-1: -1})
         deep = {-1: 0}
@@ -239,7 +239,7 @@ class CandidatePool:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether what follows the newest could be among the best, and is looked for."""
+        """Return True if descendants of the newest candidates could be among the best."""
         if not self.left:
             return False
         ranked = sorted(self.scores, reverse=True)
@@ -250,8 +250,8 @@ class CandidatePool:
         )
 
     def choose(self, k: int) -> tuple[list[int], list[int]]:
-        """Return the tokens to go on from, always `k`, and which of those asked about they
-        follow."""
+        """Return the `k` tokens to continue from, and the index of the candidate that each
+        follows."""
         if not self.tokens:
             self.num_asked += k
             return [0] * k, [-1] * k
@@ -289,9 +289,9 @@ def as_draft(
     trees: bool = True,
     draws: Draws | None = None,
 ) -> Draft:
-    """Return what is grown for each row as a window, the shorter ones padded; `logits` [B, n, V]
-    are the distributions that the tokens were picked from, where there are any. Without `trees` all
-    are chains. `draws` says how a tree's tokens were drawn."""
+    """Return the grown trees as windows, the shorter ones padded. `logits` [B, n, V] are the
+    distributions that the tokens were picked from, if any. Without `trees` all windows are chains.
+    `draws` names the way in which a tree's tokens were drawn."""
     width = max(len(tree.tokens) for tree in grown)
     missing = [width - len(tree.tokens) for tree in grown]
     tokens = [tree.tokens + [0] * n for tree, n in zip(grown, missing)]

@@ -64,7 +64,7 @@ class _Path:
 
 @dataclass
 class _Tree:
-    """What is found out about a row's tree, path by path."""
+    """Verdict on a row's tree, found path by path."""
 
     tokens: list[int]
     exact: list[bool]

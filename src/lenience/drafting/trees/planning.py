@@ -21,7 +21,7 @@ MEND = "`lenience fit RUN --tree` measures it"
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How often the target keeps what a drafter proposes."""
+    """Acceptance rates of a drafter's proposals."""
 
     drafter: str
     shares: tuple[tuple[float, ...], ...]
@@ -92,9 +92,9 @@ def best_shape(
 
 
 def _counts(splits: Sequence[NDArray[np.int64]], nodes: int) -> list[int]:
-    """Return how many children the prefix and each token have, level by level; `splits` say of each
-    level [ranks, n] how many of n tokens that are left a child of a rank has with what follows it,
-    0 where there is none."""
+    """Return the number of children of the prefix and of each token, level by level. `splits` holds
+    for each level [ranks, n] the number of n remaining tokens that a child of a rank takes with its
+    descendants; 0 for none."""
     counts = list[int]()
     sizes = [nodes]
     for split in splits:

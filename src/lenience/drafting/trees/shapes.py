@@ -45,7 +45,7 @@ class Tree:
         raise NotImplementedError
 
     def columns(self, window: int) -> int:
-        """Return how many tokens are read at most, by the target or by what drafts."""
+        """Return the largest number of tokens that any model reads for a window."""
         return max(window, self.size)
 
     def choices(self) -> list[Tree]:
@@ -68,8 +68,8 @@ class Tree:
         return ctx.log_probs(logits)
 
     def grow(self, expand: Expand, ctx: Context, ends: PathEnds) -> list[GrowingTree]:
-        """Return [B]: trees, by asking for distributions after the prefix and then level by level,
-        as long as any row's goes on."""
+        """Return trees [B], grown by requesting distributions after the prefix and then level by
+        level, as long as any row continues."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -90,10 +90,12 @@ class Chain(Tree):
 
 @dataclass(frozen=True)
 class Ranked(Tree):
-    """A tree of one shape after every prefix: each token has a place among its siblings. When
-    sampling, with `draw`, they are drawn from what the drafter samples from, one after the other:
+    """A tree of one shape after every prefix, where each token has a rank among its siblings.
+
+    When sampling, `draw` draws siblings from the drafter's distribution one after another:
     with-replacement (SpecInfer, Miao 2023, section 4.3) or without-replacement (Sequoia, Chen 2024,
-    section 3.2). Else, and when greedy, they are the most probable ones, the likeliest first."""
+    section 3.2). Otherwise they are the most probable tokens, the most probable first.
+    """
 
     draw: str | None = field(default=None, kw_only=True)
 
