@@ -71,7 +71,7 @@ class FitConfig:
     """Fix to name if the data are too few."""
 
     def weight_for(self, labels: NDArray) -> float | None:
-        """Return what `weight` comes to on labels [m]."""
+        """Return the value of `weight` for labels [m]."""
         if self.weight is not None or self.kind != "adamw":
             return self.weight
         share = float(labels.mean())
@@ -106,12 +106,12 @@ class Examples:
 
     @property
     def labels(self) -> NDArray:
-        """Return [m] float32: what a head learns."""
+        """Return the labels [m] float32 to learn."""
         return self.harmless.astype(np.float32) if self.shares is None else self.shares
 
     def weighted(self, weight: float | None) -> tuple[NDArray, NDArray]:
-        """Return [m] float32 each: labels and how much each row counts, where what is not harmless
-        counts `weight`."""
+        """Return labels and row weights, [m] float32 each; rows that are not harmless have weight
+        `weight`."""
         good = self.labels
         bad = (1 - self.labels) * np.float32(1 if weight is None else weight)
         return good / (good + bad), good + bad
@@ -187,7 +187,7 @@ def fit_head(
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What is tuned on the samples that are set aside."""
+    """Hyperparameters chosen on held-out samples."""
 
     c: float = 0.0
     """Inverse strength of the penalty of "logistic"."""
@@ -198,7 +198,7 @@ class Hyperparameters:
 
 
 def settings_of(kind: HeadKind) -> list[Hyperparameters]:
-    """Return what a kind of head is tuned over."""
+    """Return the hyperparameters to try for a kind of head."""
     if kind == "logistic":
         return list(map(Hyperparameters, L2_GRID))
     if kind == "adamw":
@@ -212,7 +212,7 @@ def settings_of(kind: HeadKind) -> list[Hyperparameters]:
 
 @dataclass(frozen=True)
 class Tried:
-    """What a setting came to on the samples that are set aside."""
+    """Result of a setting on the held-out samples."""
 
     auc: float
     merit: float
@@ -280,8 +280,8 @@ def _grid_in_files(
     config: FitConfig,
     split: tuple[NDArray, NDArray],
 ) -> tuple[NDArray, dict[Hyperparameters, Tried]]:
-    """Return heads [F + 1, K] of each penalty, fitted to the first rows of `split`, and what they
-    came to on the second ones."""
+    """Fit a head for each penalty to the first rows of `split`. Return their weights [F + 1, K] and
+    their results on the second rows."""
     from sklearn.metrics import roc_auc_score
 
     train, valid = split
@@ -329,7 +329,7 @@ def _check_enough(examples: Examples, config: FitConfig) -> None:
 
 
 def _metrics(examples: Examples, scores: NDArray, valid: Examples) -> dict[str, Any]:
-    """Return what a fit came to, by scores [m] out of fold."""
+    """Return the metrics of a fit, by scores [m] out of fold."""
     from sklearn.metrics import roc_auc_score
 
     important = ~examples.harmless
@@ -365,7 +365,7 @@ def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
 def _tried(
     train: Examples, valid: Examples, config: FitConfig
 ) -> dict[Hyperparameters, Tried]:
-    """Return what each setting comes to on `valid`, fitted to `train`."""
+    """Return the result of each setting on `valid`, trained on `train`."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
 
@@ -384,7 +384,7 @@ def _tried(
 
 
 def _loss(logits: NDArray, examples: Examples, config: FitConfig) -> float:
-    """Return the mean cross-entropy of logits [m] on what examples teach."""
+    """Return the mean cross-entropy of logits [m] on examples."""
     labels, counts = examples.weighted(config.weight_for(examples.labels))
     return float(np.average(np.logaddexp(0, logits) - labels * logits, weights=counts))
 
@@ -436,8 +436,8 @@ def _fit_logistic(
 
 
 def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> TrainedHead:
-    """Fit one hidden layer to x [m, F] and labels [m], which count so much [m]: dropout on its
-    inputs and outputs, cross-entropy, AdamW on a one-cycle schedule."""
+    """Train one hidden layer on x [m, F] and labels [m] with row weights [m]: dropout on its inputs
+    and outputs, cross-entropy, AdamW on a one-cycle schedule."""
     loss_of = torch.nn.functional.binary_cross_entropy_with_logits
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

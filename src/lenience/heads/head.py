@@ -31,12 +31,12 @@ FURTHEST = 64
 
 @dataclass(frozen=True)
 class Inputs:
-    """Which hidden states a head reads, concatenated: of which models, and after which token was
-    read: the drafted one, the one before it, or the one that the target itself picked (which
-    decoding does not compute).
+    """Hidden states that a head reads, concatenated: the models, and the tokens after which states
+    are read.
 
-    By default the first two of both models: on the built-in pair that tells important tokens best,
-    and decoding has all four at hand (docs/architecture.md, Mining).
+    Tokens are the drafted one, the one before it, or the target's own (which decoding does not
+    compute). The default is the first two of both models: on the built-in pair these separate
+    important tokens best, and decoding has all four states (docs/architecture.md, Mining).
     """
 
     models: tuple[str, ...] = MODELS
@@ -336,8 +336,7 @@ def _load(path: Path, role: Role, changed: int) -> Head:
 
 @dataclass(frozen=True)
 class HeadReference:
-    """What a rule and a stop condition have in common that ask a fitted head: where it is and how
-    its score is taken."""
+    """Path and threshold of a trained head, for rules and stop conditions."""
 
     path: str
     threshold: float | None = None

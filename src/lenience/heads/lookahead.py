@@ -25,8 +25,8 @@ whether they are the same token, and whether it has a letter."""
 
 
 def kinds_of(token_mask: Callable[[str], Tensor]) -> Tensor:
-    """Return [V, 2]: 1 for tokens in whose text there is a digit, and a letter; `token_mask` tells
-    in which a regular expression is found."""
+    """Return [V, 2]: 1 for tokens whose text has a digit, and a letter. `token_mask` returns the
+    tokens that match a regular expression."""
     return torch.stack([token_mask(r"\d"), token_mask(r"[^\W\d_]")], -1).float()
 
 
@@ -59,11 +59,14 @@ def token_values(
 
 
 def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
-    """Return […, F]: what a head reads of tokens: their own numbers […, S] and those of the n
-    tokens after each […, n, S], as far as they are `known` […, n]: each one's, their extremes, how
-    long the target agrees, and over all of them, those without a letter and those of which the
-    target is sure how many there are, how many it agrees with, and the mean and the lowest of its
-    log-probabilities of them."""
+    """Return the features […, F] of tokens: their own numbers […, S] and those of the n tokens
+    after each […, n, S], as far as they are `known` […, n].
+
+    For the later tokens these are each one's numbers, their extremes, and the length of the
+    target's agreement. Over all later tokens, those without a letter and those of which the target
+    is sure, these are their count, the count of agreements, and the mean and the lowest of the
+    target's log-probabilities.
+    """
     n = known.shape[-1]
     if not n:
         return here
@@ -88,8 +91,8 @@ def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
 
 
 def of_windows(values: Tensor, lengths: Tensor, n: int) -> Tensor:
-    """Return [B, W, F]: what a head reads of every token of windows of `lengths` [B] tokens that
-    looks up to `n` tokens ahead, by the tokens' numbers [B, W, S]."""
+    """Return the features [B, W, F] of every token of windows of `lengths` [B] tokens, looking up
+    to `n` tokens ahead, by the tokens' numbers [B, W, S]."""
     after = _places_after(values.shape[1], n, values.device)
     later = torch.nn.functional.pad(values, (0, 0, 0, n + 1))[:, after]
     return with_later(values, later, after < lengths[:, None, None])
@@ -105,7 +108,7 @@ def _places_after(width: int, n: int, device: torch.device) -> Tensor:
 
 @cache
 def numbers(with_draft: bool) -> int:
-    """Return S, with what the draft's logits say or without."""
+    """Return S, the count of a token's numbers, with or without the draft's logits."""
     logits = torch.zeros(1, 2)
     tokens = torch.zeros(1, dtype=torch.long)
     draft = logits if with_draft else None
@@ -114,6 +117,6 @@ def numbers(with_draft: bool) -> int:
 
 @cache
 def width(with_draft: bool, n: int) -> int:
-    """Return F, with what the draft's logits say or without."""
+    """Return F, the count of features, with or without the draft's logits."""
     values = torch.zeros(1, 1, numbers(with_draft))
     return of_windows(values, torch.ones(1), n).shape[-1]

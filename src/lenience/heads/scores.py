@@ -60,8 +60,8 @@ def thresholds(scores: NDArray, important: NDArray) -> list[dict[str, Any]]:
 def auc_interval(
     scores: NDArray, harmless: NDArray, samples: NDArray, seed: int = 0
 ) -> tuple[float, float]:
-    """Return the 95 % interval of the AUC of scores [m], which should be high where a mismatch is
-    `harmless` [m], over `samples` [m] drawn anew, as mismatches of one sample are alike."""
+    """Return the 95 % bootstrap interval of the AUC of scores [m], which should be high where
+    `harmless` [m] is True. Draws are over `samples` [m], as mismatches of one sample are alike."""
     from scipy.stats import rankdata
 
     rng = np.random.default_rng(seed)

@@ -225,15 +225,15 @@ def _minimised(
 
 
 def _is_too_long(length: Tensor, change: Tensor, slope: Tensor) -> Tensor:
-    """Return [K] bool: whether a step does not bring what its slope promises (Armijo 1966)."""
+    """Return [K] bool: True for a step that falls short of its slope's promise (Armijo 1966)."""
     return (change > 1e-4 * length * slope) & (length > SHORTEST)
 
 
 def _lbfgs(
     gradient: Tensor, changes: Sequence[Tensor], turns: Sequence[Tensor]
 ) -> Tensor:
-    """Return [D, K]: gradients times the inverse Hessians that the last steps tell (Nocedal 1980);
-    a step that did not bend a function tells nothing of it."""
+    """Return [D, K]: gradients times the inverse Hessians estimated from the last steps (Nocedal
+    1980). A step without curvature is ignored."""
     direction = gradient.clone()
     shares = list[Tensor]()
     scale = torch.ones(gradient.shape[1], dtype=gradient.dtype)

@@ -29,7 +29,7 @@ ENDING = 5.0
 
 
 class WorkerLost(Exception):
-    """A worker is gone, with what is known of why."""
+    """A lost worker, with the known cause."""
 
 
 class HiredWorker(Protocol):
@@ -73,7 +73,7 @@ class Crew(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the crew holds; nothing is hired any more."""
+        """Release the crew's resources; no further workers start."""
         ...
 
 
@@ -171,7 +171,7 @@ def _device(number: int) -> dict[str, str]:
 
 
 class _Board:
-    """What is left to do, shared by the threads of the workers."""
+    """The remaining samples, shared by the threads of the workers."""
 
     def __init__(self, ids: Sequence[str]):
         self.changed = Condition()
@@ -181,8 +181,8 @@ class _Board:
         self.closed = False
 
     def take(self, most: int) -> list[str]:
-        """Return what a worker does next: fewer where little is left, so that all end together;
-        nothing once everything is done."""
+        """Return a worker's next part: a smaller one if little is left, so that all end at the same
+        time; nothing once everything is done."""
         with self.changed:
             while not self._left and self._out and not self.closed:
                 self.changed.wait()
@@ -221,9 +221,9 @@ class _Board:
 def mined_by(
     crew: Crew, work: Part, identity: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of samples that a crew's workers search, as each is finished; `identity` is
-    the driver's own. Raises RunError where all workers are lost again and again, or one is not of
-    the driver's models, and what a worker raises."""
+    """Yield the records of a crew's samples as each is finished; `identity` is the driver's own.
+    Raises RunError if all workers are lost repeatedly or a worker has other models than the driver,
+    and a worker's own errors."""
     threads = _Threads(crew, work, identity)
     threads.start()
     try:
@@ -321,7 +321,7 @@ class _Threads:
             self.board.give_back(ids)
 
     def _lament(self, number: int, error: WorkerLost, in_a_row: int) -> None:
-        """Say that a worker is lost. Raises RunError where all have been lost too often."""
+        """Print that a worker is lost. Raises RunError if all were lost too often."""
         print(
             f"warning: worker {number + 1} {error}; other workers take its samples",
             file=sys.stderr,

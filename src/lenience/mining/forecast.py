@@ -18,7 +18,7 @@ PILOT = 8
 
 @dataclass(frozen=True)
 class Forecast:
-    """What so many important mismatches will take on this machine, by what `pilot` samples took."""
+    """Estimated cost of a number of important mismatches on this machine, from `pilot` samples."""
 
     labels: int
     pilot: int
@@ -37,8 +37,8 @@ class Forecast:
 
 
 def forecast(mined: Sequence[MinedSample], labels: int) -> Forecast:
-    """Return what `labels` important mismatches will take. Raises InputError where the samples are
-    too few or hold none."""
+    """Return the estimated cost of `labels` important mismatches. Raises InputError if the samples
+    are too few or hold none."""
     counts = np.array(
         [
             sum(bool(mismatch.important) for mismatch in sample.mismatches)

@@ -24,8 +24,8 @@ from lenience.tasks import Sample, Task
 
 
 def check_policy(policy: Decoder) -> None:
-    """Raise InputError for a decoder whose answers cannot be mined: only where it goes on as the
-    target does can a token that it kept be held to blame."""
+    """Raise InputError for a decoder whose answers cannot be mined. An accepted token can be blamed
+    only if the decoder continues as the target does."""
     if policy.bound_to:
         refuse_certified([policy.bound_to.source])
     if policy.alone or not policy.rule.goes_on_as_target or policy.temperature > 0:
@@ -37,7 +37,7 @@ def check_policy(policy: Decoder) -> None:
 
 @dataclass
 class _Answered:
-    """A rule's answer to a sample beside the target's own."""
+    """A rule's answer to a sample next to the target's own."""
 
     sample: Sample
     lenient: Generation
@@ -59,10 +59,12 @@ class _Answered:
 def search_on_policy(
     pair: Pair, task: Task, samples: Sequence[Sample], policy: Decoder, batch_size: int
 ) -> Iterator[MinedSample]:
-    """Yield what is found on `samples`, `batch_size` of them at a time. Where the answer is as the
-    target's all kept tokens are harmless. Where it is not, the target goes on after each of them:
-    the first after which its answer is another one is important, those before it are harmless, and
-    nothing is said of those after it."""
+    """Yield the records of `samples`, `batch_size` at a time.
+
+    If the answer equals the target's, all leniently accepted tokens are harmless. Otherwise the
+    target continues after each of them: the first token after which its answer differs is
+    important, earlier ones are harmless, and later ones get no label.
+    """
     strict = policy.with_options({"rule": "exact", "stop": "fixed"})
     for start in range(0, len(samples), batch_size):
         began = time.perf_counter()
@@ -85,8 +87,8 @@ def search_on_policy(
 def _answer(
     pair: Pair, task: Task, samples: Sequence[Sample], policy: Decoder, strict: Decoder
 ) -> list[_Answered]:
-    """Return both answers to each of the samples; the target is asked where something was kept by
-    lenience, and else has said the same."""
+    """Return both answers to each of the samples. The target decodes only where a token was
+    accepted leniently; elsewhere its answer is the same."""
     size = max(1, len(samples))
     outs = pair.generate_batch(
         [sample.prompt for sample in samples], policy, batch_size=size
@@ -104,7 +106,7 @@ def _answer(
 
 
 def _kept(pair: Pair, out: Generation) -> list[Mismatch]:
-    """Return the tokens that were kept by lenience, beside what the target would have said."""
+    """Return the leniently accepted tokens with the target's own tokens at their positions."""
     at = [i for i, entry in enumerate(out.trace) if entry.origin in BY_LENIENCE]
     if not at:
         return []
@@ -158,8 +160,8 @@ def _record(
 def _labelled(
     pair: Pair, task: Task, answered: _Answered, policy: Decoder
 ) -> tuple[list[int], list[Mismatch]]:
-    """Return the response with the harmless tokens that were kept, and what is known of each; it
-    ends where answered of the policy does."""
+    """Return the response with the harmless accepted tokens, and their labels; it ends where the
+    policy's answer does."""
     if not answered.lost:
         label = {"important": None if answered.same is None else False}
         return answered.lenient.tokens, [

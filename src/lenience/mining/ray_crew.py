@@ -63,7 +63,7 @@ class RayCrew:
             self._ray.kill(actor)
 
     def _known(self, ready: Any) -> dict[str, Any]:
-        """Return what an actor that is ready is. Raises as `HiredWorker.mine`."""
+        """Return the identity of an actor that is ready. Raises as `HiredWorker.mine`."""
         try:
             identity: dict[str, Any] = self._ray.get(ready)
             return identity
@@ -113,7 +113,7 @@ class _Actor:
 
 
 def _meant(error: Exception) -> Exception:
-    """Return what an error of Ray's means: the worker's own, or that the worker is lost."""
+    """Return the meaning of a Ray error: the worker's own error, or a lost worker."""
     from ray.exceptions import RayTaskError
 
     cause = getattr(error, "cause", None)

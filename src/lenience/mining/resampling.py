@@ -41,10 +41,12 @@ def resample(
     resampling: Resampling,
     progress: Progress = silent,
 ) -> None:
-    """Continue each swap of a run that changed the answer of one of `samples` by chance, and note
-    in RUN/resamples.jsonl whether the answer is the same; what it holds is not done again. A label
-    that rests on one greedy continuation is unsure, and at the strict end of a judge the unsure
-    ones decide."""
+    """Continue each swap that changed the answer of one of `samples` at random, and record in
+    RUN/resamples.jsonl whether the answer is the same. Recorded continuations are not repeated.
+
+    A label from one greedy continuation is uncertain, and uncertain labels decide at the strict end
+    of a judge.
+    """
     journal = Journal(folder / "resamples.jsonl")
     journal.resume()
     by_id = {sample.id: sample for sample in samples}
@@ -93,7 +95,7 @@ def _same(task: Task, text: str, mined: MinedSample, sample: Sample) -> bool:
 
 
 def _important(folder: Path, pair: Pair) -> Iterator[Swap]:
-    """Yield the swaps that changed the answer and that the target can go on from."""
+    """Yield the swaps that changed the answer and after which the target can continue."""
     for mined in mined_samples(Journal(folder / "journal.jsonl")):
         for mismatch in mined.mismatches:
             if mismatch.important and mismatch.draft_token not in pair.target.eos_ids:

@@ -52,7 +52,7 @@ DRAFT_MODEL = DraftModel()
 
 @dataclass(frozen=True)
 class MineConfig:
-    """What is mined."""
+    """Settings of a mining run."""
 
     limit: int | None = None
     """Number of training samples; None for all."""
@@ -126,7 +126,7 @@ class MineConfig:
         return for_task(Decoder.of(options), options, task)
 
     def asked(self, decoder: Decoder) -> dict[str, Any]:
-        """Return what the run says of it."""
+        """Return the settings that the run records."""
         stops = list(decoder.stop_strings) or None
         limits = {"max_new_tokens": decoder.max_new_tokens, "stop_strings": stops}
         sampling = (
@@ -143,7 +143,7 @@ class MineConfig:
 
 @dataclass(frozen=True)
 class MinedCounts:
-    """What a journal holds."""
+    """Counts of a journal."""
 
     samples: int
     mismatches: int
@@ -158,7 +158,7 @@ class MinedCounts:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What the search found on one prompt."""
+    """Result of the search on one prompt."""
 
     prompt: list[int]
     target_response: list[int]
@@ -232,8 +232,9 @@ class Miner:
     def _swap(
         self, prompt: list[int], before: list[int], token: int, answer: str | None
     ) -> Dialogue[tuple[list[int], bool | None]]:
-        """Put `token` after `before` and let the target go on: the new response, and whether its
-        answer is the same; neither where there is none to compare it with."""
+        """Put `token` after `before` and let the target continue. Return the new response, and
+        whether its answer is the same; an empty response and None if there is no answer to compare
+        with."""
         if answer is None:
             return [], None
         response = [*before, token]
@@ -325,12 +326,12 @@ def mine(
     progress: Progress = silent,
     crew: Crew | None = None,
 ) -> MinedCounts:
-    """Mine a task's training samples into a run folder; what its journal holds is not done again. A
-    finished sample is in the journal at once; when all are, they are put into the task's order.
+    """Mine a task's training samples into a run folder, and return the counts of its journal.
 
-    The search is made by a `crew` of workers where there is one; the journal is then the same.
-    Returns what it then holds. Raises InputError where the folder was made with other
-    models or options, its journal is broken, or memory has no room for the caches.
+    A finished sample is in the journal at once and is not mined again; at the end the journal has
+    the task's order. A `crew` of workers may do the search; the journal is then the same. Raises
+    InputError if the folder was made with other models or options, its journal is broken, or memory
+    has no room for the caches.
     """
     if crew is not None and config.policy is not None:
         raise InputError("workers: cannot be combined with a policy")
@@ -416,7 +417,7 @@ def _searched(
 
 
 def _by_crew(pair: Pair, task: Task, crew: Crew, work: Part) -> Iterator[MinedSample]:
-    """Yield what a crew's workers find, as each sample is finished."""
+    """Yield the records of a crew's workers as each sample is finished."""
     for record in mined_by(crew, work, identity_of(pair, task)):
         yield MinedSample.read(record, "a worker's record")
 
@@ -449,7 +450,7 @@ def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Samp
 def _policy(
     pair: Pair, policy: Decoder | None, like: Decoder
 ) -> tuple[Decoder | None, dict[str, Any] | None]:
-    """Return whose answers are mined, and what the run says of it."""
+    """Return the policy whose answers are mined, and its record in the run."""
     if policy is None:
         return None, None
     policy = replace(
@@ -461,7 +462,7 @@ def _policy(
 
 
 def _counts(journal: Journal, max_new_tokens: int) -> MinedCounts:
-    """Return what a mining journal holds."""
+    """Return the counts of a mining journal."""
     mined = list(mined_samples(journal))
     labels = [mismatch.important for sample in mined for mismatch in sample.mismatches]
     unanswered = [sample for sample in mined if sample.answers.target is None]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What a worker makes its pair and its task of, wherever it is: plain values."""
+    """Plain values from which a worker makes its pair and its task on any machine."""
 
     pair: dict[str, Any] = field(default_factory=dict)
     """The arguments of `load_pair`."""
@@ -27,7 +27,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """What a worker is handed at once."""
+    """Samples that a worker takes at once."""
 
     ids: list[str]
     decoder: dict[str, Any]
@@ -42,5 +42,5 @@ class Part:
 
 
 def identity_of(pair: Pair, task: Task) -> dict[str, Any]:
-    """Return what identifies a pair and a task to another process, in plain values."""
+    """Return the identity of a pair and a task as plain values, for another process."""
     return {**pair.fingerprints, "task": [task.name, task.version]}

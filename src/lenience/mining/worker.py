@@ -30,7 +30,7 @@ class Worker:
         self._samples: dict[str, Any] | None = None
 
     def identity(self) -> dict[str, Any]:
-        """Return what identifies the pair and the task to the driver."""
+        """Return the identity of the pair and the task, for the driver."""
         return identity_of(self.pair, self.task)
 
     def mine(self, part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -61,9 +61,9 @@ class Worker:
 
 
 def serve(asked: TextIO, told: TextIO) -> None:
-    """Be a worker: the first line of `asked` is its plan, each further one a part; `told` gets a
-    line when it is ready, one for each record, and one when a part is done. It ends with
-    `asked`."""
+    """Run a worker. The first line of `asked` is its plan, each further line a part. `told`
+    receives a line when the worker is ready, one per record, and one at the end of a part. The
+    worker ends with `asked`."""
 
     def tell(**message: Any) -> None:
         told.write(json.dumps(message, separators=(",", ":")) + "\n")

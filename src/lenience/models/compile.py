@@ -76,12 +76,12 @@ def saved_seconds(models: Sequence[LM]) -> float:
 
 
 def compile_model(lm: LM, *, export: bool = True) -> bool:
-    """Read a model in another way than through its own forward; says whether that is done.
+    """Choose a faster forward pass for a model, and return True if there is one.
 
-    On a CPU it is an exported pass, the one that an earlier export left in the cache or, with
-    `export`, a new one, which takes some seconds; on a GPU, with `export`, passes are recorded and
-    replayed. What is read is checked against the model's own pass; where it cannot be made, is
-    broken or differs, a warning says why, and the model's own is used on.
+    On a CPU it is an exported graph, from the cache or, with `export`, made in some seconds. On a
+    GPU, with `export`, passes are recorded and replayed. The result is checked against the model's
+    own pass. If it cannot be made, is broken or differs, a warning names the reason and the model's
+    own pass stays in use.
     """
     with lm.lock:
         if lm.backend is not None and (lm.backend.makes_others or not export):
@@ -108,8 +108,8 @@ def _compile(lm: LM, export: bool) -> bool:
 
 
 def _backend(lm: LM, path: Path | None, export: bool) -> Backend | None:
-    """Return the graph in a file, which is shipped or exported if there is none yet, or recorded
-    passes; None if what it reads differs from the model's own pass."""
+    """Return the graph in a file, shipped or exported if there is none yet, or recorded passes;
+    None if its output differs from the model's own pass."""
     if path is None:
         recorded = CudaGraphs()
         return (
@@ -125,7 +125,7 @@ def _backend(lm: LM, path: Path | None, export: bool) -> Backend | None:
 
 
 def _others(export: bool, states: States = LAST) -> GraphFinder:
-    """Return what finds the other graphs of a model, and with `export` makes them, see
+    """Return a function that finds the other graphs of a model, and with `export` makes them, see
     `_another`."""
 
     def giving(lm: LM, wanted: States) -> Graph | None:
@@ -157,7 +157,7 @@ def _others(export: bool, states: States = LAST) -> GraphFinder:
 
 @dataclass(frozen=True)
 class _Export:
-    """Where a graph lies, what it gives, and whether it may be exported."""
+    """Place and outputs of a graph, and whether it may be exported."""
 
     path: Path
     states: States
@@ -244,8 +244,9 @@ def refuses(lm: LM) -> str | None:
 
 
 def graph_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
-    """Return where a model's graph is cached: its name is a hash of what the graph depends on, and
-    of the versions that export it. A graph holds no weights, so models of one shape share it."""
+    """Return the path of a model's graph in the cache. Its name is a hash of the facts that the
+    graph depends on and of the exporting versions. A graph holds no weights, so models of one shape
+    share it."""
     versions = [torch.__version__, transformers.__version__]
     return (
         cache_folder() / f"{_digest([*versions, *_structure(lm, states, trees)])}.onnx"
@@ -262,8 +263,8 @@ def _digest(made_of: list[object]) -> str:
 
 
 def _structure(lm: LM, states: States, trees: bool) -> list[object]:
-    """Return what a graph depends on besides the weights' values: their names and shapes, the
-    configuration, the role, the states that it gives, and whether it is for trees."""
+    """Return the facts that a graph depends on besides the weights' values: their names and shapes,
+    the configuration, the role, the returned states, and whether it is for trees."""
     config = lm.model.config.to_dict()
     config = {key: config[key] for key in sorted(config) if key not in NOT_OF_THE_GRAPH}
     shapes = sorted(

@@ -79,8 +79,8 @@ class CudaGraphs:
 
 
 class CudaGraphCache(PlainCache):
-    """The keys and values of rows of tokens; the passes of cycles over them are recorded and
-    replayed. On a CPU they are made anew each time, with the same shapes."""
+    """A KV cache whose cycles' passes are recorded and replayed. On a CPU the passes run each time,
+    with the same shapes."""
 
     can_loop = True
 
@@ -105,15 +105,15 @@ class CudaGraphCache(PlainCache):
         self._backend.keep(self)
 
     def memory_pool(self) -> Any:
-        """Return memory that all recordings share: what one leaves is copied before another is
-        replayed."""
+        """Return the memory pool of all recordings. Outputs of a recording are copied before
+        another is replayed."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         return self._pool
 
     @torch.inference_mode()
     def zero(self) -> None:
-        """Forget everything: what a pass left that overflowed must not reach another, as 0 times a
-        NaN is none."""
+        """Zero the cache. Values of a pass that overflowed must not reach another, as 0 times NaN
+        is NaN."""
         for states in self.kept():
             states.zero_()
 
@@ -145,7 +145,7 @@ class CudaGraphCache(PlainCache):
     def _read_on(
         self, forward: Forward, first: tuple[Tensor, Tensor], profile: Profile
     ) -> tuple[Tensor, Tensor]:
-        """Return what follows a pass that was not recorded, token by token."""
+        """Return the tokens after a pass that was not recorded, one by one."""
         parts = [first]
         lengths = [
             cached + len(ids) - pad
@@ -171,9 +171,9 @@ class CudaGraphCache(PlainCache):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a recording is of: `length` tokens of every row and `lookahead` more, of whose last
-    `num_states` and those that follow logits are wanted, with `kv_length` columns of the cache in
-    sight; perhaps of trees."""
+    """Shape of a recording: `length` tokens of every row and `lookahead` further ones, with logits
+    for the last `num_states` and the further ones, and `kv_length` visible columns of the cache;
+    perhaps of trees."""
 
     length: int
     num_states: int
@@ -213,7 +213,7 @@ class _Recording:
                 warnings.warn(f"{lm.role} {lm.name!r}: {why}", stacklevel=2)
 
     def _record(self) -> Any:
-        """Record a pass. Padding is written beside the rows while recording."""
+        """Record a pass. Padding is written outside the rows while recording."""
         self.left_padding += self.shape.length
         aside = torch.cuda.Stream()
         cache = self.cache
@@ -279,7 +279,7 @@ class _Recording:
         return (logits.clone(), hidden.clone()) if self.graph else (logits, hidden)
 
     def _write(self, forward: Forward, rows: Tensor | None) -> None:
-        """Put what is asked where the recording reads it; rows that take no part are padding."""
+        """Write a request where the recording reads it; rows that take no part are padding."""
         length = self.shape.length
         numbers = [[*[0] * length, length, 0] for _ in range(len(self.rows))]
         asked = zip(
@@ -303,7 +303,7 @@ class _Recording:
             self._see(replace(forward, kv_length=self.shape.kv_length))
 
     def _see(self, forward: Forward) -> None:
-        """Put where trees stand, and what they see, where the recording reads it."""
+        """Write positions and visibility of trees where the recording reads them."""
         assert self.sight is not None and self.sight.related is not None
         given = TreeVisibility.of(forward, self.cache.lm.context_length).on(
             self.ids.device

@@ -55,10 +55,8 @@ REFUSED_WHEN_SAMPLING: dict[str, tuple[Any, ...]] = {
 
 
 def processors_of(lm: LM, sampling: bool) -> LogitsProcessorList:
-    """Return what a model's generation_config does besides temperature, top-k and top-p.
-
-    Raises InputError that names a setting which is not supported.
-    """
+    """Return the logits processors of a model's generation_config besides temperature, top-k and
+    top-p. Raises InputError for an unsupported setting."""
     config = lm.model.generation_config
     chain = LogitsProcessorList()
     if config is None:

@@ -26,8 +26,7 @@ LATER = -1
 
 @dataclass(frozen=True)
 class Forward:
-    """What a model is asked to read at once: new tokens of m rows, at most T of each, those with
-    fewer padded in front."""
+    """One forward pass: new tokens of m rows, at most T each, shorter rows padded in front."""
 
     rows: list[int]
     """[m]: the rows of the cache."""
@@ -78,7 +77,7 @@ class RowCache(Protocol):
 
     @property
     def can_loop(self) -> bool:
-        """Return whether a pass can go on by itself."""
+        """Return True if a pass can continue by itself."""
         ...
 
     @property
@@ -88,7 +87,7 @@ class RowCache(Protocol):
         ...
 
     def token_bytes(self) -> dict[torch.device, int]:
-        """Return what one token takes at most, on each device."""
+        """Return the largest number of bytes of one token, per device."""
         ...
 
     def on_session_closed(self) -> None:
@@ -140,8 +139,8 @@ class Visibility:
 
 @dataclass(frozen=True)
 class TreeVisibility:
-    """The same of rows that end with trees, on the host: a token of a tree stands as far behind the
-    prefix as its depth, and sees what is on its path."""
+    """Positions and visibility of rows that end with trees, on the host. A token of a tree stands
+    behind the prefix by its depth, and sees the tokens on its path."""
 
     at: NDArray[np.int64]
     keys: NDArray[np.int64]
@@ -305,7 +304,7 @@ class PlainCache:
         return logits, hidden[:, -num_states:].to(logits.device)
 
     def _masks(self, sight: Visibility) -> Any:
-        """Return what each query sees, as the model's attention wants it told."""
+        """Return the attention masks in the form that the model takes."""
         masks = sight.masks(self.lm)
         model = self.lm.model
         if model.config.get_text_config()._attn_implementation == "eager":
@@ -320,8 +319,7 @@ class PlainCache:
 
 
 class _RowStates:
-    """States [rows, H, capacity + 1, D] of all rows, written and read where the cache's slots
-    say."""
+    """States [rows, H, capacity + 1, D] of all rows, written and read at the cache's slots."""
 
     def __init__(self, slots: _Slots):
         self.slots = slots
@@ -410,7 +408,7 @@ class _Slots:
     """[m, T]: the column of each new state; None where one row takes part."""
 
     def make_room(self, kv_length: int) -> None:
-        """Let rows hold so many tokens; they grow by doubling."""
+        """Enlarge rows to hold this number of tokens; they grow by doubling."""
         if kv_length > self.capacity:
             self.capacity = max(kv_length, 2 * self.capacity)
 

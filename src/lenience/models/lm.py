@@ -85,8 +85,7 @@ class PassCache(Cache):
         self._hidden[layer] = states
 
     def take_hidden(self, states: States = LAST) -> tuple[Tensor, Tensor | None]:
-        """Return what the last pass gave: states [m, T, H], and features [m, T, F] where there are
-        any."""
+        """Return the states [m, T, H] of the last pass, and its features [m, T, F] if any."""
         given = self._hidden
         self._hidden = {}  # what nobody asks for must not stay
         hidden = _side_by_side([given[layer] for layer in states.layers])
@@ -105,8 +104,8 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _hand_over(layer: int | None) -> Callable[..., None]:
-    """Return a hook that puts what a module gives into the PassCache among its arguments, where
-    there is one."""
+    """Return a hook that puts a module's output into the PassCache among its arguments, if there is
+    one."""
 
     def hook(
         _module: torch.nn.Module,
@@ -142,7 +141,7 @@ class Backend(Protocol):
         ...
 
     def for_trees(self, lm: LM) -> Backend | None:
-        """Return what gives the same states of trees of tokens; None where there is none."""
+        """Return a backend with the same states for trees of tokens; None if there is none."""
         ...
 
     def has_spare(self, rows: int, capacity: int) -> bool:
@@ -191,8 +190,8 @@ class LM:
         )
 
     def check_states(self) -> None:
-        """Raise InputError where what the LM head reads is not what the decoder gives, so that a
-        head's states would be others; it is tried once."""
+        """Raise InputError if the LM head reads other states than the decoder returns, as heads
+        would then learn from other states; tried once."""
         if not self.once("states", self._try_states):
             raise InputError(
                 f"{self.role} {self.name!r}: {type(self.model).__name__} transforms "
@@ -224,8 +223,8 @@ class LM:
         self.backend = backend
 
     def backend_for(self, states: States, trees: bool = False) -> Backend | None:
-        """Return what the model is read through where these states are wanted, and perhaps trees of
-        tokens are read; None for its own forward."""
+        """Return the backend for these states, and perhaps for trees of tokens; None for the
+        model's own forward."""
         backend = self.backend
         if backend is not None and states != LAST:
             whole = backend
@@ -294,8 +293,8 @@ class LM:
         return int(self.model.config.get_text_config().num_hidden_layers)
 
     def blocks(self, model: torch.nn.Module | None = None) -> torch.nn.ModuleList:
-        """Return the model's layers, or those of another `model` of the same kind; empty where they
-        cannot be told."""
+        """Return the model's layers, or those of another `model` of the same kind; empty if they
+        cannot be identified."""
         parts = (model or self.model).modules()
         lists = [part for part in parts if isinstance(part, torch.nn.ModuleList)]
         return next(
@@ -339,11 +338,11 @@ class LM:
 
     @property
     def output_matrix(self) -> Tensor:
-        """Return [V, H]: what the LM head multiplies states with."""
+        """Return the weight [V, H] of the LM head."""
         return cast(torch.nn.Linear, self.model.get_output_embeddings()).weight
 
     def generation_settings(self) -> dict[str, Any]:
-        """Return what the model's generation_config says that is not a default, as JSON."""
+        """Return the settings of the model's generation_config that are not defaults, as JSON."""
         config = self.model.generation_config
         settings = {} if config is None else config.to_diff_dict()
         plain = {}
@@ -403,7 +402,7 @@ class LM:
 
     @cached_property
     def reads_inputs(self) -> bool:
-        """Return whether it reads each token with what was made of the one before, see
+        """Return True if the model reads each token with a state made from the token before, see
         `Forward`."""
         return "inputs" in inspect.signature(self.model.forward).parameters
 
@@ -430,16 +429,16 @@ class LM:
 
     @cached_property
     def restarts_at_switch(self) -> bool:
-        """True if `transformers` reads a text anew that grows beyond `rope_switch`, as for Phi-3;
-        otherwise the keys that are cached keep their rotation."""
+        """True if `transformers` recomputes a text that grows beyond `rope_switch`, as for Phi-3;
+        otherwise the cached keys keep their rotation."""
         own = type(self.model).prepare_inputs_for_generation
         has_length = hasattr(self.model.config, "original_max_position_embeddings")
         return has_length and own is not GenerationMixin.prepare_inputs_for_generation
 
     @cached_property
     def reads_rows_apart(self) -> bool:
-        """Return whether what a row reads as depends on the rows that are read with it, so that
-        they must be read one by one."""
+        """Return True if a row's output depends on the rows batched with it, so that rows are read
+        one by one."""
         config: Any = self.model.config.get_text_config()
         rope = str(
             getattr(config, "rope_parameters", None)
@@ -475,13 +474,12 @@ class LM:
         return self.chat.template_of(self.tokenizer) is not None
 
     def encode(self, prompt: Prompt, any_length: bool = False) -> list[int]:
-        """Return token ids of a prompt: ids as they are, also as a tensor, an array or what a
-        tokenizer gives for one text; text and messages through the chat template, where there is
-        one.
+        """Return the token ids of a prompt.
 
-        Raises InputError for an empty prompt, ids out of range, messages without a template, words
-        that the vocabulary lacks and, but for `any_length`, a prompt that leaves no room in the
-        context.
+        Ids are returned as they are, also from a tensor, an array or a tokenizer's output for one
+        text. Text and messages go through the chat template if there is one. Raises InputError for
+        an empty prompt, ids out of range, messages without a template, words that the vocabulary
+        lacks and, unless `any_length`, a prompt that leaves no room in the context.
         """
         prompt = plain(prompt)
         refuse_unusable(prompt)
@@ -519,8 +517,7 @@ class LM:
         return ids
 
     def tokenize(self, text: str, **options: Any) -> Any:
-        """Return what the tokenizer makes of a text. Raises InputError for words that the
-        vocabulary lacks."""
+        """Return the token ids of a text. Raises InputError for words that the vocabulary lacks."""
         return tokenize(self.tokenizer, self.name, text, **options)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
@@ -545,8 +542,8 @@ class LM:
 def tokenize(
     tokenizer: PreTrainedTokenizerBase, name: str, text: str | list[str], **options: Any
 ) -> Any:
-    """Return what a model's tokenizer makes of a text, or of each of several. Raises InputError for
-    words that the vocabulary lacks."""
+    """Return a tokenizer's output for a text, or for several. Raises InputError for words that the
+    vocabulary lacks."""
     try:
         return tokenizer(text, **options)
     except Exception as error:

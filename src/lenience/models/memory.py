@@ -16,8 +16,8 @@ MASK_BYTES = 6
 
 
 def token_bytes(lm: LM, states: States = LAST) -> dict[torch.device, int]:
-    """Return what one token takes in the KV cache, features included, on each device; found out
-    once for a model and the way it is read."""
+    """Return the bytes of one token in the KV cache, features included, per device; computed once
+    for a model and backend."""
     way = type(lm.backend).__name__
 
     def find() -> dict[torch.device, int]:
@@ -29,9 +29,9 @@ def token_bytes(lm: LM, states: States = LAST) -> dict[torch.device, int]:
 def check_memory(
     caches: Iterable[tuple[LM, States, int]], rows: int, nodes: int = 0
 ) -> None:
-    """Raise InputError where the caches of `rows` rows, and the masks of trees of so many `nodes`,
-    would not fit into the free memory; `caches` says of each model which states are wanted, and how
-    many tokens a row must hold."""
+    """Raise InputError if the caches of `rows` rows, and the masks of trees of `nodes` tokens,
+    would not fit into the free memory. `caches` holds each model with its states and the number of
+    tokens of a row."""
     need: dict[torch.device, int] = {}
     for lm, states, capacity in caches:
         need[lm.device] = need.get(lm.device, 0) + MASK_BYTES * nodes * capacity
@@ -56,7 +56,7 @@ def check_memory(
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return how much memory a device has left; None where it cannot be told."""
+    """Return a device's free memory in bytes; None if unknown."""
     if device.type == "cuda":
         kept_by_torch = torch.cuda.memory_reserved(
             device

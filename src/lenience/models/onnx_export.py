@@ -37,27 +37,27 @@ _TRACING = threading.RLock()
 def export_graph(
     lm: LM, path: Path, states: States = LAST, trees: bool = False
 ) -> None:
-    """Export a model's forward pass into a file; takes some seconds. What is traced is another
-    model on the same weights, so that this one can decode meanwhile.
+    """Export a model's forward pass into a file, in some seconds. A copy on the same weights is
+    traced, so that the model can decode meanwhile.
 
     Inputs: ids [m, T], the first pads [m] of which are padding, after cached [m] tokens, whose
-    states are in past_0 …, each [m, H, C, D]; kept [S] says after which of the T tokens logits are
-    wanted. Outputs: logits [m, S, V], hidden [m, S, H], features [m, T, F] where there are any, and
-    the new states new_0 …, each [m, H, T, D].
+    states are in past_0 …, each [m, H, C, D]; kept [S], the indices of the T tokens whose logits
+    are returned. Outputs: logits [m, S, V], hidden [m, S, H], features [m, T, F] if any, and the
+    new states new_0 …, each [m, H, T, D].
 
-    A draft's graph without features also takes steps [N], the numbers from 0 on: so many tokens
-    more are read, each the most probable one after the one before. It also gives step_logits [N, m,
+    A draft's graph without features also takes steps [N], the numbers from 0 on, and reads N
+    further tokens, each the most probable after the one before. It also returns step_logits [N, m,
     V] and step_hidden [N, m, H], and its new states are [m, H, T + N, D].
 
-    A model that `reads_inputs` takes inputs [m, T, H] too, and each step of its loop its own last
+    A model that `reads_inputs` also takes inputs [m, T, H], and each step of its loop its own last
     states.
 
-    The file holds the graph alone: it refers to each weight by its name in the model, and the
-    weights are given to ONNX Runtime when the file is loaded.
+    The file holds the graph alone. It refers to each weight by its name in the model, and ONNX
+    Runtime receives the weights when the file is loaded.
 
-    A graph for `trees` takes, in place of pads and cached, the positions at [m, T] of the tokens
-    and keys [m, C + T] of what they may see, cached and new, and related [m, T, C + T], which of it
-    is not of another branch.
+    A graph for `trees` takes, in place of pads and cached, the positions at [m, T] of the tokens,
+    the positions keys [m, C + T] of cached and new tokens, and related [m, T, C + T], which is
+    False for keys of another branch.
     """
     with _TRACING, torch.no_grad(), _quiet():
         loops = lm.role == "draft" and not states.features
@@ -131,7 +131,7 @@ def _looping_graph(lm: LM, states: States) -> ir.Model:
 
 
 def _arguments(lm: LM, loops: bool) -> Traced:
-    """Return what the first pass is traced with."""
+    """Return the arguments that the first pass is traced with."""
     layers, heads, size = _cache_shape(lm)
     past = [torch.randn(2, heads, 32, size) for _ in range(2 * layers)]
     return {
@@ -145,7 +145,7 @@ def _arguments(lm: LM, loops: bool) -> Traced:
 
 
 def _inputs(lm: LM) -> tuple[Any, Any]:
-    """Return what a model that reads inputs is traced with."""
+    """Return the traced argument of a model that reads inputs."""
     if not lm.reads_inputs:
         return None, None
     return torch.randn(2, 5, lm.hidden_size), {0: "m", 1: "T"}
@@ -233,9 +233,9 @@ class _First(_Twin):
         past: list[Tensor],
         inputs: Tensor | None,
     ) -> tuple[Any, ...]:
-        """Return the pass over what is given and, with `steps` [N], what the loop begins with: the
-        new states with room for N more, the most probable token [m], its position [m], and the
-        positions [m, C + T + N] of all states."""
+        """Return the first pass and, with `steps` [N], the start of the loop: the new states with
+        room for N more, the most probable token [m], its position [m], and the positions [m, C + T
+        + N] of all states."""
         pads, cached = where
         at, padding = positions(ids, pads, cached)
         columns = torch.arange(past[0].shape[2])
@@ -283,9 +283,8 @@ class _Step(_Twin):
         near: list[Tensor],
         past: list[Tensor],
     ) -> tuple[Any, ...]:
-        """Return a pass of the loop: the token after the one that was `said` [m], with which a
-        model that reads inputs also reads its state [m, H], and `near` with its states in their
-        place."""
+        """Return a pass of the loop: the token after `said` [m], which a model that reads inputs
+        reads with its state [m, H], and `near` with its states filled in."""
         (token, *state), (after, places) = said, where
         at = (after + i)[:, None]  # [m, 1]
         here = (places[:, past[0].shape[2] :] == at)[:, None, :, None]  # [m, 1, K, 1]
@@ -424,7 +423,7 @@ def _numbered(name: str, values: Sequence[Tensor]) -> list[str]:
 
 
 def _trace(module: _Twin, arguments: Traced, outputs: list[str]) -> ir.Model:
-    """Return the graph of a module's forward; `arguments` are what it is traced with."""
+    """Return the graph of a module's forward, traced with `arguments`."""
     names: list[str] = []
     for name, (value, _) in arguments.items():
         if isinstance(value, list):
@@ -484,8 +483,7 @@ def _made_by(value: ir.Value | None) -> str:
 
 
 def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
-    """Put a loop behind a graph, with the graph of a step as its body; what both read they
-    share."""
+    """Append a loop to a graph, with the graph of a step as its body; they share common inputs."""
     goes_round = ("token", "near_", "state")
     carried = [value for value in step.inputs if str(value.name).startswith(goes_round)]
     _share(graph, step, carried)
@@ -511,8 +509,8 @@ def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
 
 
 def _share(graph: ir.Graph, step: ir.Graph, carried: list[ir.Value]) -> None:
-    """Let a step read what the graph around it has: its inputs, outputs and weights by their names,
-    and constants of the same content."""
+    """Let a step use the surrounding graph's inputs, outputs and weights by name, and its constants
+    by content."""
     outside = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     outside |= {
         name: value for name, value in graph.initializers.items() if _is_weight(value)
@@ -544,7 +542,7 @@ def _share(graph: ir.Graph, step: ir.Graph, carried: list[ir.Value]) -> None:
 
 
 def _loop_body(step: ir.Graph, carried: list[ir.Value]) -> ir.Graph:
-    """Return the nodes of a step as the body of a loop that goes on until its count is over."""
+    """Return the nodes of a step as the body of a counted loop."""
     number = step.inputs[0]
     nodes = list(step)
     ends = list(step.outputs)
@@ -617,7 +615,7 @@ def _is_weight(value: ir.Value) -> bool:
 
 
 def _content(value: ir.Value) -> Any:
-    """Return what two constants of the same content have in common."""
+    """Return a key that constants of the same content share."""
     assert value.const_value is not None
     array = value.const_value.numpy()
     return array.dtype, array.shape, array.tobytes()

@@ -33,7 +33,7 @@ LARGEST_SCORES = 1 << 24
 
 @dataclass(frozen=True)
 class GraphFinder:
-    """What finds the other graphs of a model, and perhaps makes them."""
+    """Finds the other graphs of a model, and perhaps makes them."""
 
     giving: Callable[[LM, States], Graph | None]
     """One that gives other states."""
@@ -147,7 +147,7 @@ class Graph:
         return spare
 
     def keep(self, memory: _Memory) -> None:
-        """Keep what a cache needs no longer for another one."""
+        """Keep a cache's unused memory for another cache."""
         if memory.states.numel() > LARGEST_SPARE:
             return
         self._spare[memory.states.shape[1], memory.capacity] = memory
@@ -166,7 +166,7 @@ def _share_threads() -> None:
 
 @dataclass(eq=False)
 class _Memory:
-    """What a cache of a capacity keeps, and the calls that are bound to it."""
+    """Buffers of a cache of a capacity, and the calls bound to them."""
 
     states: Tensor
     """[2 · layers, rows, H, C, D]"""
@@ -327,8 +327,7 @@ class GraphCache:
                 self._memory.features[row, cached : cached + n] = features
 
     def _in_halves(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
-        """Read what would take too much memory at once, the first half of the columns and then the
-        others."""
+        """Read a pass that needs too much memory in two halves of the columns."""
         half = forward.length // 2
         rest = forward.length - half
         padding = [min(pad, half) for pad in forward.left_padding]
@@ -389,7 +388,7 @@ class GraphCache:
         return self.read(last, profile)
 
     def _graph(self, shape: _Shape) -> Graph:
-        """Return what reads a shape."""
+        """Return the graph for a shape."""
         if not shape.is_tree:
             return self.graph
         assert self.graph.trees is not None
@@ -413,7 +412,7 @@ class GraphCache:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a call is bound to."""
+    """Shape of a bound call."""
 
     first: int
     end: int
@@ -480,7 +479,7 @@ class _Call:
             self._bind_output("features", self.features)
 
     def _inputs(self, shape: _Shape) -> dict[str, NDArray[Any]]:
-        """Return what is written before a call, besides the cached states."""
+        """Return the inputs of a call besides the cached states."""
         kept = np.arange(shape.length - shape.num_states, shape.length)
         inputs: dict[str, NDArray[Any]] = {"ids": self.ids, "kept": kept}
         if self.graph.reads_trees:
@@ -499,8 +498,8 @@ class _Call:
         )
 
     def _outputs(self, name: str, width: int) -> Tensor:
-        """Return [m, num_states + lookahead, width]: where the pass over what is given leaves
-        something, and after it the loop."""
+        """Return [m, num_states + lookahead, width]: views where the pass and then the loop
+        write."""
         m = len(self.ids)
         if not self.lookahead:
             whole = torch.empty(m, self.num_states, width)
@@ -542,8 +541,7 @@ class _Call:
         return self.logits[places], self.hidden[places]
 
     def _see(self, forward: Forward, places: list[int], longest: int | None) -> None:
-        """Say where the tokens of trees stand and what they see: first what is cached, then what is
-        read."""
+        """Write positions and visibility of trees: first for cached, then for new tokens."""
         sight = TreeVisibility.of(forward, longest)
         capacity = self.past[0].shape[2]
         self.at[:] = 0

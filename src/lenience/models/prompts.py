@@ -29,7 +29,7 @@ class Chat:
 
     @property
     def spec(self) -> dict[str, Any] | None:
-        """Return what is not as usual, as JSON; None where nothing is."""
+        """Return the settings that are not defaults, as JSON; None if there are none."""
         spec: dict[str, Any] = {} if self.use is None else {"use": self.use}
         if self.system is not None:
             spec["system"] = self.system
@@ -64,7 +64,7 @@ class Chat:
         return special_tokens(tokenizer)[max(special, key=len)] if special else None
 
     def check(self, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-        """Raise InputError for what a model's template cannot do."""
+        """Raise InputError for settings that a model's template cannot apply."""
         template = self.template_of(tokenizer)
         asked = {
             "chat": self.use,
@@ -129,9 +129,9 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def several(prompts: Any, pad: int | None = None) -> list[Prompt]:
-    """Return prompts one by one, also of a batch: a tensor or an array of ids [m, T], or what a
-    tokenizer gives for texts, whose padding is left out. Raises InputError for a single one, and
-    for a batch whose rows begin or end with the token `pad` and that says not what is padding."""
+    """Return prompts one by one. A batch may be a tensor or an array of ids [m, T], or a
+    tokenizer's output for texts, whose padding is left out. Raises InputError for a single prompt,
+    and for a batch without a mask whose rows begin or end with the token `pad`."""
     if isinstance(prompts, str):
         raise InputError("prompts: is one text; give a list, or call generate")
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
@@ -166,8 +166,8 @@ def _refuse_padding(rows: Any, pad: int | None) -> None:
 
 
 def plain(prompt: Any) -> Any:
-    """Return token ids as a list where they come as a tensor or an array, alone or as a batch of
-    one, or as what a tokenizer gives, whose padding is left out; anything else as it is."""
+    """Return token ids as a list, from a tensor or an array, alone or as a batch of one, or from a
+    tokenizer's output, whose padding is left out; other values are returned as they are."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         ids = _row(prompt.get("input_ids"))
         mask = _row(prompt.get("attention_mask"))
@@ -186,7 +186,7 @@ def is_messages(prompt: Any) -> bool:
 
 
 def refuse_unusable(prompt: Any) -> None:
-    """Raise InputError for what is no prompt."""
+    """Raise InputError for a value that is not a prompt."""
     if isinstance(prompt, str) or is_ids(prompt) or is_messages(prompt):
         return
     many = (

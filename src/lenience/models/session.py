@@ -41,7 +41,7 @@ class _Pending:
 
 @dataclass(frozen=True)
 class _Tree:
-    """What the last tokens of a row are a tree of."""
+    """The tree that a row's last tokens form."""
 
     start: int
     """Number of tokens before the tree."""
@@ -88,13 +88,12 @@ class Batch:
 
 
 class Session:
-    """Sequences of tokens, each in a row of a preallocated KV cache that is addressed by position.
-    A session is handed the whole sequences each time and works out what is new; rolling back is
-    forgetting that a row was longer. Where the last tokens were a tree, it keeps the path that the
-    next sequence takes.
+    """Sequences of tokens, each in a row of a preallocated KV cache addressed by position.
 
-    Rows of different lengths share a pass where the model's attention takes a mask from outside
-    (checked once, see `probe_masks`), and are read one by one where it does not.
+    A session takes whole sequences and finds out which tokens are new; rolling back shortens a row.
+    If the last tokens were a tree, the path of the next sequence is kept. Rows of different lengths
+    share a pass if the model's attention takes a mask (checked once, see `probe_masks`), and are
+    read one by one otherwise.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Session:
         finalize(self, self.cache.on_session_closed).atexit = False
 
     def tokens(self) -> list[list[int]]:
-        """Return what is in each row; waits for tokens that the device has found."""
+        """Return the tokens of each row; waits for tokens that the device has found."""
         for pending in self._pending:
             for row, start, tokens in zip(
                 pending.rows, pending.starts, pending.fetch()
@@ -163,7 +162,7 @@ class Session:
             self._trees[to] = tree
 
     def cut(self, row: int, length: int) -> None:
-        """Forget what stands in a row from a length on."""
+        """Shorten a row to a length."""
         del self.tokens()[row][length:]
         self._trees.pop(row, None)
 
@@ -192,15 +191,13 @@ class Session:
         parents: Sequence[Parents] | None = None,
     ) -> Reading:
         """Return logits [B, num_states, V] and hidden states [B, num_states, H] after each of the
-        last `num_states` tokens of each sequence, which may be followed by `device_tokens` [B, a];
-        sequence b is row b's, or rows[b]'s. What is past the end of the model's context is not
-        read; its states are anything.
+        last `num_states` tokens of each sequence, which `device_tokens` [B, a] may extend. Sequence
+        b belongs to row b, or to rows[b]. Tokens past the end of the model's context are not read,
+        and their states are undefined.
 
-        Of a single state, up to `lookahead` more may follow, each after the most probable token of
-        the one before, where the cache reads on by itself.
-
-        With `parents` [B][n] the last n tokens of each sequence are a tree, which stands within the
-        model's context and may be longer than what is left of it.
+        With one state, up to `lookahead` further tokens follow, each the most probable after the
+        one before, if the cache can loop. With `parents` [B][n] the last n tokens of each sequence
+        are a tree, which lies within the model's context and may be longer than its remaining room.
         """
         self.profile.add("rest")
         rows = range(len(sequences)) if rows is None else rows
@@ -393,9 +390,8 @@ class Session:
 def _cut_to_common(
     cached: list[list[int]], sequences: Sequence[list[int]], num_states: int
 ) -> list[int]:
-    """Cut what rows hold to what their new sequences begin with and need not read again for
-    `num_states` states, and tell how much that is; so a pass that fails leaves nothing that is
-    believed."""
+    """Cut rows to the beginnings of their new sequences that need not be read again for
+    `num_states` states, and return their lengths. A pass that fails then leaves no wrong state."""
     reused = []
     for old, new in zip(cached, sequences):
         del old[min(common(old, new), len(new) - num_states) :]
@@ -423,8 +419,8 @@ def _moved_up(states: Tensor, over: list[int]) -> Tensor:
 
 
 def probe_masks(lm: LM) -> bool:
-    """Return whether rows of different lengths can share a pass of a model's own forward; where
-    they cannot, a warning says so. Found out once for a model."""
+    """Return True if rows of different lengths can share a pass of a model's own forward; a warning
+    names a model that cannot. Checked once for a model."""
     return lm.once("takes masks", lambda: _try_masks(lm))
 
 
@@ -450,9 +446,9 @@ def _try_masks(lm: LM) -> bool:
 
 
 def reads_together_as_alone(lm: LM, cache: RowCache, states: States = LAST) -> bool:
-    """Return whether rows of different lengths that are read together in `cache`, of three rows,
-    have the states and features that they have when each is read alone by the model's own pass; so
-    have those that the cache goes on to by itself."""
+    """Return True if rows of different lengths batched in `cache`, of three rows, have the same
+    states and features as each read alone by the model's own pass, also those that the cache
+    continues to by itself."""
     rows = _random_tokens(lm, [min(n, lm.context_length or n) for n in (8, 40, 23)])
     together = Session(lm, 3, cache=cache)
     together.read([row[:-3] for row in rows])
@@ -506,7 +502,7 @@ def check_windows(lm: LM) -> None:
 
 @torch.inference_mode()
 def _why_no_windows(lm: LM) -> str | None:
-    """Return what goes wrong when three tokens are read in one pass; None if nothing does."""
+    """Return the error of reading three tokens in one pass; None if there is none."""
     (tokens,) = _random_tokens(lm, [3])
     try:
         together = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
@@ -550,8 +546,8 @@ def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCa
 
 
 def check_trees(lm: LM, mend: str) -> None:
-    """Raise InputError, which says what to take instead, where a model cannot read trees of tokens
-    through its own forward; found out once for a model."""
+    """Raise InputError, with an alternative, for a model that cannot read trees of tokens through
+    its own forward; checked once for a model."""
     why = lm.once("reads trees", lambda: _why_no_trees(lm))
     if why is None:
         return
@@ -566,8 +562,7 @@ def check_trees(lm: LM, mend: str) -> None:
 
 
 def _why_no_trees(lm: LM) -> str | None:
-    """Return what goes wrong where a tree is read through a model's own forward; None where nothing
-    does."""
+    """Return the error of reading a tree through a model's own forward; None if there is none."""
     if lm.rope_switch is not None:
         return f"its rotary factors change after {lm.rope_switch} tokens (longrope)"
     try:
@@ -580,9 +575,8 @@ def _why_no_trees(lm: LM) -> str | None:
 
 
 def reads_trees_as_paths(lm: LM, cache: RowCache, given: States = LAST) -> bool:
-    """Return whether the tokens of trees that are read in `cache`, of two rows, have the states
-    that they have at the ends of their paths, read alone by the model's own pass; so has what
-    follows a path that was kept."""
+    """Return True if the tokens of trees read in `cache`, of two rows, have the states of their
+    paths read alone by the model's own pass, also after a path was kept."""
     parents = [-1, -1, 0, 1, 1, 4]
     room = (lm.context_length or 64) - 4
     *prefixes, tokens = _random_tokens(

@@ -16,9 +16,9 @@ _found: list[int] = []
 
 @contextmanager
 def torch_threads(number: int | None) -> Iterator[None]:
-    """Give torch so many threads, in the thread that asks; None for as many as it has. Afterwards
-    it has as many as were found, also where others have asked meanwhile: the number is kept by
-    thread, and new threads take the last that was set."""
+    """Set PyTorch's number of threads in the calling thread; None leaves it. Afterwards the earlier
+    number is restored, also if others changed it meanwhile: PyTorch keeps the number by thread, and
+    new threads take the last one set."""
     if number is None:
         yield
         return
@@ -36,7 +36,7 @@ _limit: list[int] = []
 
 
 def limit_threads(number: int) -> None:
-    """Let torch and graphs that are loaded from now on have so many threads in this process."""
+    """Limit the threads of PyTorch, and of graphs loaded from now on, in this process."""
     torch.set_num_threads(number)
     _limit[:] = [number]
 

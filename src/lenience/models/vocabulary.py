@@ -93,7 +93,7 @@ def restrict(model: PreTrainedModel, tokens: Tensor) -> None:
 
 def save_whole(model: PreTrainedModel, others: Tensor, folder: Path) -> None:
     """Save a restricted model as `transformers` does, with a whole LM head, whose other rows are
-    taken from `others` [V, H], and the draft vocabulary beside it."""
+    those of `others` [V, H], and the draft vocabulary next to it."""
     small = cast(DraftVocabularyHead, model.get_output_embeddings())
     weight = others.detach().to(small.weight).clone()
     weight[small.tokens] = small.weight.detach()

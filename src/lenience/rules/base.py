@@ -75,7 +75,7 @@ class Term:
 
     @property
     def needs(self) -> Needs:
-        """Return what it must be given to decide."""
+        """Return the inputs that the term requires."""
         return Needs()
 
     @property
@@ -104,9 +104,9 @@ class Term:
 
 @dataclass(frozen=True)
 class Lenient(Term):
-    """A term that accepts more than a strict one would. What it accepts may be limited; where a
-    limit leaves the decision to the strict rule, that is the strict term of the whole rule or,
-    where it names none, `exact` when greedy and `speculative` when sampling."""
+    """A term that accepts more than a strict one would, within limits. Where a limit leaves the
+    decision to the strict rule, that is the strict term of the whole rule; if the rule names none,
+    it is `exact` when greedy and `speculative` when sampling."""
 
     floor: float = field(default=0.0, kw_only=True)
     """Never accept a token to which the target gives a lower probability."""
@@ -151,8 +151,8 @@ class Lenient(Term):
     def ask(
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [B, W]: what is accepted, where the strict rule accepts `exact`; and the logits of
-        a judge's scores."""
+        """Return [B, W] bool: the accepted tokens, given those that the strict rule accepts,
+        `exact`; and the logits of a judge's scores."""
         return self.accepts(draft, reading, ctx), None
 
     def defers(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor | None:
@@ -161,8 +161,8 @@ class Lenient(Term):
 
 
 def next_token_keys(kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
-    """Return [B]: what the token after the kept ones is drawn with; a bonus is drawn as plain
-    decoding draws."""
+    """Return [B]: keys for drawing the token after the accepted ones; a bonus is drawn as in plain
+    decoding."""
     n = draft.width + 1
     device = kept.device
     correction = select_position(ctx.noise_keys(n, "correction", device=device), kept)
@@ -180,7 +180,7 @@ def drafted_probs(draft: Draft, ctx: Context) -> Tensor:
 
 
 def draft_distributions(draft: Draft, ctx: Context, vocabulary: int) -> Tensor:
-    """Return [B, W, V]: what the draft's tokens were drawn from."""
+    """Return [B, W, V]: the distributions that the draft's tokens were drawn from."""
     if draft.logits is None:
         return torch.nn.functional.one_hot(draft.tokens, vocabulary).float()
     return ctx.probs(draft.logits) if draft.probs is None else draft.probs

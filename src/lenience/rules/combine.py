@@ -27,7 +27,8 @@ from lenience.rules.strict import Exact, Speculative
 
 @dataclass(frozen=True)
 class AllOf:
-    """Accept what all of the terms accept: `judge:…&topk:4`; one term stands for itself."""
+    """Accepts the tokens that all of its terms accept: `judge:…&topk:4`. One term stands for
+    itself."""
 
     terms: tuple[Term, ...]
 
@@ -48,7 +49,7 @@ class AllOf:
 
 @dataclass(frozen=True)
 class _Opinion:
-    """What one lenient term says of the windows."""
+    """A lenient term's decisions on the windows."""
 
     accepted: Tensor
     """[B, W] bool, within its floor and its span."""
@@ -60,8 +61,8 @@ class _Opinion:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """Accept what any of the parts accepts: `exact|judge:…`. Every rule is one; `str` gives its
-    spec. Raises InputError where parts cannot be joined."""
+    """Accepts the tokens that any of its parts accepts: `exact|judge:…`. Every rule is one; `str`
+    returns its spec. Raises InputError for parts that cannot be combined."""
 
     parts: tuple[AllOf, ...]
 
@@ -105,7 +106,7 @@ class AnyOf:
 
     @cached_property
     def needs(self) -> Needs:
-        """Return what any of its terms must be given. Raises InputError, see `Needs`."""
+        """Return the inputs that any of its terms requires. Raises InputError, see `Needs`."""
         return reduce(or_, (term.needs for term in self.terms))
 
     @property
@@ -194,9 +195,9 @@ class AnyOf:
         least: Tensor,
         ctx: Context,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [B, W]: what is accepted while the terms' budgets last, `least` in any case; and
-        how many lenient acceptances each row's request has before each position, None without a
-        budget."""
+        """Return [B, W] bool: the accepted tokens while the terms' budgets last, `least` in any
+        case; and the number of lenient acceptances of each row's request before each position, None
+        without a budget."""
         accepted = self._combined(opinions, exact, least, spent=-1)
         budgets = sorted({term.budget for term in opinions if term.budget is not None})
         if not budgets:
@@ -215,7 +216,7 @@ class AnyOf:
         least: Tensor,
         spent: int,
     ) -> Tensor:
-        """Return [B, W]: what is accepted where budgets up to `spent` are used up."""
+        """Return [B, W] bool: the accepted tokens if budgets up to `spent` are used up."""
         accepted = least
         for part in self.parts:
             masks = [
@@ -242,8 +243,8 @@ def as_rule(term: Term) -> AnyOf:
 def _next_tokens(
     term: Term, accepted: Tensor, draft: Draft, reading: Reading, ctx: Context
 ) -> Tensor:
-    """Return [B, W + 1]: what follows after 0 … W kept tokens; when sampling, of which only the one
-    after those that are kept is right."""
+    """Return [B, W + 1]: the token after 0 … W accepted tokens. When sampling, only the one after
+    the actual number is valid."""
     if ctx.greedy:
         return term.greedy_next_tokens(draft, reading, ctx)
     token = term.next_token(_num_kept(accepted, draft), draft, reading, ctx)

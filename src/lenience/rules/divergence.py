@@ -28,8 +28,8 @@ def weighted(logs: Tensor, values: Tensor) -> Tensor:
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return […] KL(p ‖ q) in nats, of log-probabilities […, V]. What q cannot give, such as a
-    token that only p's embedding has a row for, counts as if q gave it exp(−1000)."""
+    """Return KL(p ‖ q) […] in nats, of log-probabilities […, V]. A token that q cannot predict,
+    such as one that only p's embedding has a row for, counts with probability exp(−1000)."""
     return weighted(p, p - q.clamp(min=-1000)).sum(-1).clamp(min=0)
 
 

@@ -27,8 +27,8 @@ def refuse_forbidden(rule: Rule) -> None:
 
 
 def refuse_lossy(what: str) -> None:
-    """Raise InputError where the environment's LENIENCE_FORBID=1 forbids what is not lossless: a
-    guard for machines whose text becomes training data."""
+    """Raise InputError if LENIENCE_FORBID=1 forbids lossy decoding, which guards machines whose
+    text becomes training data."""
     if os.environ.get(FORBID, "0") not in ("", "0"):
         raise InputError(
             f"{what}: is not lossless, and {FORBID}=1 forbids that here; decode by exact or "

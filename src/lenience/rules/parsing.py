@@ -19,8 +19,7 @@ ELSEWHERE = {
 
 def parse_rule(rule: str | Term | Rule) -> Rule:
     """Return a rule from its spec, such as "topk:3" or "judge:runs/gsm8k/judge@0.9", or from a
-    single term; a Rule is returned as it is. Raises InputError that names what is wrong with the
-    spec."""
+    single term. A Rule is returned as it is. Raises InputError for a wrong spec."""
     if isinstance(rule, str):
         return parse_spec(rule)
     if isinstance(rule, Term):
@@ -34,7 +33,7 @@ def parse_rule(rule: str | Term | Rule) -> Rule:
 
 
 def parse_spec(text: str) -> AnyOf:
-    """Return a rule from its spec. Raises InputError that names what is wrong with it."""
+    """Return a rule from its spec. Raises InputError for a wrong spec."""
     if text in ELSEWHERE:
         raise InputError(f"rule {text!r}: {ELSEWHERE[text]}")
     try:

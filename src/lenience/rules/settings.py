@@ -16,13 +16,13 @@ JUDGED = (0.5, 0.8, 0.9, 0.98, 0.995, 0.998)
 
 
 def grid() -> tuple[str, ...]:
-    """Return every rule's own settings: what the rule "all" stands for."""
+    """Return every rule's own settings, which the rule "all" stands for."""
     return tuple(setting for term in RULES.values() for setting in term.grid)
 
 
 def expand(rules: Sequence[str], temperature: float) -> list[str]:
-    """Return the rules with "all" in its place: the grid, when greedy without what is the same as
-    `exact` then or has no greedy form; and each judge without a threshold at several."""
+    """Return the rules with "all" replaced by the grid, and judges without a threshold at several.
+    When greedy, the grid leaves out rules that equal `exact` or have no greedy form."""
     if "all" not in rules:
         return list(rules)
     expanded: list[str] = []

@@ -38,7 +38,7 @@ def for_task(decoder: Decoder, options: Mapping[str, Any], task: Task) -> Decode
 
 
 class Answer(Record):
-    """A line of a journal of answers: what one decoder said to one sample, and what it took."""
+    """A line of a journal of answers: one decoder's answer to one sample, with its counts."""
 
     id: str
     rule: str
@@ -127,10 +127,12 @@ class Answers:
         phase: str = "decoding",
         traced: Iterable[str] = (),
     ) -> list[Answer]:
-        """Return the answers to `samples`, in their order; of those whose ids are in `traced` it is
-        kept where every token came from. A task that scores in its own way does so beside decoding,
-        so that a slow scorer does not stall it; what was scored is in the journal, whatever ends
-        the run."""
+        """Return the answers to `samples`, in order; those of ids in `traced` keep the origin of
+        every token.
+
+        A task with its own scoring scores in a thread, so that a slow scorer does not stall
+        decoding. Scored answers are in the journal however the run ends.
+        """
         known = self.known(decoder, samples)
         left = [sample for sample in samples if sample.id not in known]
         done = len(samples) - len(left)
@@ -165,7 +167,7 @@ class Answers:
     def _write(
         self, decoder: Decoder, decoded: _Decoded, score: Score, traced: bool
     ) -> None:
-        """Put what was scored into the journal."""
+        """Write a scored answer into the journal."""
         out = decoded.out
         trace: list[tuple[str, str, float | None]] | None = None
         if traced and out.trace:
@@ -213,8 +215,8 @@ class Answers:
 
 
 def reading_flops(pair: Pair, out: Generation) -> tuple[float, float] | None:
-    """Return what the models read for an answer, in floating-point operations, and the same as
-    SPRINTER (Zhong 2025) counts it; None where what a model costs is not known."""
+    """Return the floating-point operations of the models' reading for an answer, and the same by
+    SPRINTER's count (Zhong 2025); None if a model's cost is unknown."""
     read = {"target": out.target_tokens, "draft": out.draft_tokens}
     asked = dict(read)
     if out.stop.startswith("gate:") and out.target_passes:
@@ -264,7 +266,7 @@ class _Scoring:
         self._running: Future[Scored] | None = None
 
     def add(self, decoded: _Decoded) -> None:
-        """Score an answer, now or later. Raises what the task raised."""
+        """Score an answer, now or later. Raises the task's exception."""
         if not self.task.scores_batches:
             self.keep(decoded, *self.task.score([(decoded.out.text, decoded.sample)]))
             return
@@ -273,7 +275,8 @@ class _Scoring:
             self._next()
 
     def finish(self) -> None:
-        """Score all that waits. Raises what the task raised, after the rest was scored."""
+        """Score all waiting answers. Raises the task's first exception, after the rest was
+        scored."""
         errors = []
         while self._running or self._waiting:
             try:
@@ -285,7 +288,7 @@ class _Scoring:
             raise errors[0]
 
     def _next(self) -> None:
-        """Hand over what has been scored, waiting for it, and have the next ones scored."""
+        """Keep the answers scored so far, waiting for them, and score the next ones."""
         scored, error = self._running.result() if self._running else ([], None)
         part = self._waiting[:MOST_SCORED]
         self._waiting = self._waiting[MOST_SCORED:]

@@ -88,7 +88,8 @@ class TriedSetting(Record):
     """Speed in the race on the tuning machine; None without a race."""
 
     def decoder(self, shared: Decoder) -> Decoder:
-        """Return the whole decoder, what the setting does not name as in `shared`."""
+        """Return the whole decoder; options that the setting does not name are those of
+        `shared`."""
         return shared.with_options(
             {"rule": self.rule, "window": self.window, **self.options}
         )
@@ -123,7 +124,7 @@ class LostSample(Record):
 
 
 class Certificate(Record):
-    """certificate.json: what was asked, what was found, and what it binds."""
+    """certificate.json: the question, its result, and the facts it binds."""
 
     certified: Certified | None
     """Certified setting; None if nothing is certified."""
@@ -174,8 +175,8 @@ class Certificate(Record):
         return self.certified is not None and self.withdrawn is None
 
     def decoder(self, folder: Path) -> Decoder:
-        """Return what is certified, with its heads where the run folder is now; `folder` may be the
-        certificate's file."""
+        """Return the certified decoder, with its heads at the run folder's present place; `folder`
+        may be the certificate's file."""
         assert self.certified is not None
         run = folder.parent if folder.suffix == ".json" else folder
         heads = self.certified.heads
@@ -216,11 +217,9 @@ def read_certificate(folder: Path) -> Certificate:
 
 def resolve(given: Mapping[str, Any]) -> Decoder:
     """Return the decoder of options with a rule "certified:RUN", bound to what was certified.
-
-    Raises InputError, by name, for an option that differs from what was certified: every lenient
-    answer depends on it. A certificate that certifies nothing stands for the strict rule, with a
-    warning.
-    """
+    Raises InputError for an option that differs from the certified one, as every lenient answer
+    depends on it. A certificate that certifies nothing stands for the strict rule, with a
+    warning."""
     rule = str(given["rule"])
     folder = run_of(rule)
     certificate = read_certificate(folder)

@@ -131,8 +131,8 @@ UNSAID: dict[str, Any] = {"temperature": 0.0, "answers_only": False}
 
 
 def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> None:
-    """Record what a run was asked for or, if the folder holds one, check that it was asked for the
-    same. Raises InputError that names the first difference."""
+    """Record the settings of a run or, if the folder holds a run, check that it has the same.
+    Raises InputError for the first difference."""
     path = folder / name
     if path.exists():
         before = read_json(path)

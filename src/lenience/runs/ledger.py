@@ -51,7 +51,7 @@ class Attempt(Record):
 
 
 class Outcome(Record):
-    """A line of outcomes.jsonl: what became of a setting that was certified."""
+    """A line of outcomes.jsonl: the present state of a certified setting."""
 
     key: str
     pair: str
@@ -69,8 +69,8 @@ class Outcome(Record):
 
 
 class Ledger:
-    """A pair's account in a user's data folder, which a run folder takes its part of along: what is
-    in either is counted."""
+    """A pair's ledger in the user's data folder, with a copy of each run's part in its run folder.
+    Entries of both are counted."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Ledger:
             yield
 
     def _merge(self) -> None:
-        """Count what a run folder brings along."""
+        """Add the entries of a run folder."""
         ours = self._uses[self.place]
         brought = self._uses[self.folder]
         ours.read()

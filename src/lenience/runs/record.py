@@ -29,7 +29,7 @@ class ModelRecord(Record):
 
 
 class RunRecord(Record):
-    """run.json: what a mining run was asked for."""
+    """run.json: the settings of a mining run."""
 
     engine: str | None = None
     """Engine with its version, if not lenience's own loop."""
@@ -80,8 +80,8 @@ class MinedAnswers(Record):
 
 
 class MiningCost(Record):
-    """What a sample took, as if it were searched alone; `seconds` are shared among those searched
-    together."""
+    """Cost of a sample as if it were searched alone; `seconds` are shared among concurrent
+    searches."""
 
     target_passes: int
     target_tokens: int
@@ -92,7 +92,7 @@ class MiningCost(Record):
 
 
 class MinedSample(Record):
-    """A line of journal.jsonl: what the search found on one sample."""
+    """A line of journal.jsonl: the result of the search on one sample."""
 
     id: str
     prompt_ids: list[int]
@@ -118,7 +118,7 @@ class Resample(Record):
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Return what a run was asked for. Raises InputError where run.json is missing or not one."""
+    """Return the settings of a run. Raises InputError if run.json is missing or broken."""
     path = folder / "run.json"
     return RunRecord.read(read_json(path), str(path))
 
@@ -137,7 +137,7 @@ def mined_samples(journal: Journal) -> Iterator[MinedSample]:
 
 
 def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
-    """Return what a run is known by: versions, models with fingerprints, task and options."""
+    """Return the identity of a run: versions, models with fingerprints, task and options."""
     import torch
     import transformers
 

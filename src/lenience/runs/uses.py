@@ -30,7 +30,7 @@ ALIGNED = "distilled.json"
 
 
 class Use(Record):
-    """A line of uses.jsonl: what a row of a task was used for."""
+    """A line of uses.jsonl: the use of a task's row."""
 
     id: str
     task: str = ""
@@ -45,7 +45,7 @@ class Use(Record):
 
     @property
     def row(self) -> tuple[str, str, str]:
-        """Return what it is known by."""
+        """Return the row's identity."""
         return self.task, self.id, self.prompt
 
 
@@ -103,7 +103,7 @@ def locked(folder: Path) -> FileLock:
 
 
 def use_of(lm: LM, id: str, prompt: Prompt, *, use: str, key: str, task: str) -> Use:
-    """Return what a prompt is used for."""
+    """Return the record of a prompt's use."""
     content = prompt_digest(lm.encode(prompt))
     return Use(
         id=id, task=task, prompt=content, source=digest(prompt), use=use, key=key
@@ -119,9 +119,8 @@ def note_uses(
     key: str,
     task: str = "",
 ) -> None:
-    """Record in RUN/uses.jsonl what prompts, each with its id in a task, are about to be used for.
-
-    `key` is of what uses them, which may use them again."""
+    """Record in RUN/uses.jsonl that prompts, each with its id in a task, are about to be used.
+    `key` identifies the user, which may use them again."""
     journal = Journal(folder / "uses.jsonl")
     with locked(folder):
         noted = {Use.read(record, str(journal.path)).row for record in journal.resume()}
@@ -135,7 +134,7 @@ def note_uses(
 
 
 def uses_in(run: Path) -> Iterator[Use]:
-    """Yield what a run folder says was used: to mine, and otherwise."""
+    """Yield the uses that a run folder records: mining, and others."""
     task = _task_of(run)
     for mined in mined_samples(Journal(run / "journal.jsonl")):
         content = prompt_digest(mined.prompt_ids)
@@ -155,8 +154,8 @@ def _task_of(run: Path) -> str:
 
 
 def uses_of(ledger: Path, folder: Path, draw: Draw) -> list[Use]:
-    """Return all uses that a draw must respect: of the ledger and the run, whose keys tell what is
-    its own, and of the heads, wherever they were fitted."""
+    """Return all uses that a draw must respect: those of the ledger and the run, whose keys show
+    the draw's own, and those of the heads, wherever they were trained."""
     uses = dict[tuple[str, str, str], Use]()
     for use in (*uses_in(ledger), *uses_in(folder)):
         uses.setdefault(use.row, use)
@@ -275,7 +274,7 @@ class _Rows:
         return [self._samples[use.id] for use in noted]
 
     def take(self, sample: Sample, content: str) -> str | None:
-        """Return what a row was used for; None where it is fresh, and is taken now."""
+        """Return the earlier use of a row; None for an unused one, which is taken now."""
         if sample.id in self.by_id:
             return self.by_id[sample.id].use
         group = group_of(sample)
@@ -293,14 +292,14 @@ def group_of(sample: Sample) -> str | None:
 
 
 def fitted_in(head: TrainedPart) -> Path | None:
-    """Return the run folder that a head was fitted in; None where nothing beside it says so."""
+    """Return the run folder that a head was trained in; None if unknown."""
     run = Path(head.path).parent
     return run if any((run / name).exists() for name in RUN_FILES) else None
 
 
 def _runs_of(heads: Iterable[TrainedPart], folder: Path) -> set[Path]:
-    """Return the other run folders. Raises InputError for a head of which nothing says what it was
-    fitted on."""
+    """Return the other run folders. Raises InputError for a head whose training prompts are
+    unknown."""
     runs = set()
     for head in heads:
         run = fitted_in(head)
