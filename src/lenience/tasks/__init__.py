@@ -68,18 +68,18 @@ def load_task(
     stop_strings: Sequence[str] | None = None,
     **options: Any,
 ) -> Task:
-    """Load a task by its built-in name, as a benchmark with its files ("gsm8k:shots=8", see
+    r"""Load a task by its built-in name, as a benchmark with its files ("gsm8k:shots=8", see
     docs/tasks.md), from JSON files ("rows.jsonl", "train.jsonl.gz,test.json"), or from a class or
     object in a file: "file.py:Name".
 
-    `data` is where a benchmark's files are: a file, several with commas, a folder, or a dataset of
-    the Hub. A `grader` compares answers with the target's own: the address of a server with
-    OpenAI's API, or what answers prompts (Grader). Responses end before `stop_strings`, as before
-    EOS. `options` are a benchmark's own, as in its spec,
-    or of JSON files: `answer` and `same` say how answers are found and compared, see JsonlTask;
-    `prompt_field` and `reference_field` where a row says its prompt and its reference, by default
-    "prompt" and "reference"; `prompt_template` makes a prompt of several fields: "Q:
-    {question}\\nA:". Raises InputError.
+    `data` is the place of a benchmark's files: a file, several with commas, a folder, or a dataset
+    of the Hub. A `grader` compares answers with the target's own: the address of a server with
+    OpenAI's API, or a Grader. Responses end before `stop_strings`, as before EOS.
+
+    `options` are a benchmark's own, as in its spec, or those of JSON files. `answer` and `same` set
+    how answers are found and compared, see JsonlTask. `prompt_field` and `reference_field` name the
+    fields of a row, by default "prompt" and "reference"; `prompt_template` makes a prompt of
+    several fields: "Q: {question}\nA:". Raises InputError.
     """
     task = _load(spec, data, grader, options)
     if stop_strings:

@@ -14,10 +14,10 @@ AnswerValue = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Sample:
-    """One problem: `prompt` is a string or chat messages, `reference` the right answer or None
-    where none is known, `metadata` what else the task needs to find or compare an answer. Samples
-    of one `group`, such as rewordings of a question or turns of a user, may be lost together; one
-    without is by itself."""
+    """One problem. `prompt` is a string or chat messages, `reference` the right answer or None if
+    unknown, `metadata` further data to find or compare an answer. Samples of one `group`, such as
+    rewordings of a question or turns of a user, may be lost together; a sample without a group
+    stands alone."""
 
     id: str
     prompt: str | Messages
@@ -38,11 +38,9 @@ class Score:
 
 
 class Task:
-    """What mining, comparing and certifying need to know of a task. A task says at least its name,
-    its samples, and how an answer is found; the rest has defaults.
-
-    A user's class may have these methods without being a subclass, see `lenience.tasks.as_task`.
-    """
+    """A task for mining, comparing and certifying. It has at least a name, samples, and a way to
+    find an answer; the rest has defaults. A user's class may have these methods without being a
+    subclass, see `lenience.tasks.as_task`."""
 
     name: str
     max_new_tokens: int = 256
@@ -96,8 +94,8 @@ class Task:
         return self.same(self.answer(text, sample), sample.reference, sample) is True
 
     def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
-        """Score responses, each with its sample. A task's own is called in a thread beside
-        decoding, on as many as have come together, so that it may take its time."""
+        """Score responses, each with its sample. A task's own scoring runs in a thread during
+        decoding, on all responses that have arrived, so that it may be slow."""
         scores = []
         for text, sample in pairs:
             correct = bool(self.correct(text, sample))
@@ -105,8 +103,8 @@ class Task:
         return scores
 
     def points(self, triples: Sequence[tuple[str, str, Sample]]) -> list[float]:
-        """Return the quality in [0, 1] of each response beside the target's own, with their sample:
-        by default whether their answers agree."""
+        """Return the quality in [0, 1] of each response compared with the target's own, with their
+        sample: by default whether their answers agree."""
         points = []
         for text, own, sample in triples:
             found = self.answer(text, sample), self.answer(own, sample)
@@ -119,7 +117,7 @@ class Task:
         return None
 
     def attach(self, own_answers: Callable[[Sequence[Messages]], list[str]]) -> None:
-        """Take what tells the target's own answers to prompts, for a task whose prompts hold
+        """Receive a function that returns the target's own answers, for a task whose prompts hold
         them."""
 
     @property
@@ -130,7 +128,7 @@ class Task:
 
     @property
     def scores_batches(self) -> bool:
-        """Return whether it scores in its own way: then beside decoding, else at once."""
+        """Return True if the task has its own scoring, which then runs during decoding."""
         return type(self).score is not Task.score
 
     @property
@@ -139,8 +137,8 @@ class Task:
         return type(self).loss is not Task.loss
 
     def loss(self, text: str, target_text: str, sample: Sample) -> float:
-        """Return the loss of a response beside the target's own, from 0 to 1, for `certify --loss
-        task`."""
+        """Return the loss of a response compared with the target's own, from 0 to 1, for `certify
+        --loss task`."""
         raise NotImplementedError
 
     def reference(self, given: str) -> str:

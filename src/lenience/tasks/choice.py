@@ -41,14 +41,14 @@ class Question:
 
 @dataclass(kw_only=True)
 class ChoiceTask(Published):
-    """Questions whose answer is a letter, by generation.
+    """Multiple-choice questions, answered by generating a letter.
 
-    Without shots the prompt asks to think step by step and to end with "Answer: LETTER"; the letter
-    is found as `lenience.tasks.finding.choice` says, and must be one of the question's. With
-    `shots` it is the published form, solved questions and then "Answer:", and the first letter that
-    follows counts. `subset` takes so many test questions, of each subject (else of each right
-    letter) its share, drawn by `seed`. Accuracy is the share of right letters, as every published
-    scorer has it; the parser is tested on 100 answers of odd shapes.
+    Without shots the prompt asks for step-by-step reasoning that ends with "Answer: LETTER";
+    `lenience.tasks.finding.choice` finds the letter, which must be one of the question's. With
+    `shots` the prompt has the published form, solved questions and then "Answer:", and the first
+    letter that follows counts. `subset` takes this number of test questions, stratified by subject
+    (or else by right letter), drawn by `seed`. Accuracy is the share of right letters, as in every
+    published scorer; the parser is tested on 100 answers of odd shapes.
     """
 
     version = 1

@@ -75,7 +75,7 @@ class CodeTask(Published):
         self._free = BoundedSemaphore(workers())
 
     def verdict(self, program: str, sample: Sample) -> TestVerdict:
-        """Return what comes of a program on the sample's tests."""
+        """Return the outcome of a program on the sample's tests."""
         raise NotImplementedError
 
     @cached_property
@@ -129,10 +129,10 @@ class HumanEval(CodeTask):
     """HumanEval (Chen 2021), HumanEval.jsonl.gz: 164 functions to complete, pass@1 of one answer.
 
     form=completion shows the published prompt, and a completion ends where the paper ends it;
-    form=chat asks for the function in a code block. A response's last code block counts where it
-    has one, in both. The tests run beside the function, not with it, so that it cannot read what
-    they expect. Checked with the 164 canonical solutions, which pass, and a mutant of each, which
-    fails.
+    form=chat asks for the function in a code block. In both forms a response's last code block
+    counts if there is one. The tests run in another process than the function, so that it cannot
+    read their expectations. Checked with the 164 canonical solutions, which pass, and a mutant of
+    each, which fails.
     """
 
     title: ClassVar[str] = "humaneval"
@@ -187,7 +187,7 @@ def _definition(sample: Sample) -> re.Pattern[str]:
 
 
 def _before(sample: Sample) -> str:
-    """Return what of a prompt stands before the function to complete: imports, and functions that
+    """Return the part of a prompt before the function to complete: imports, and functions that
     tests may call."""
     prompt: str = sample.metadata["prompt"]
     found = _definition(sample).search(prompt)

@@ -39,7 +39,7 @@ def comparer() -> _Comparer:
 
 
 class _Comparer:
-    """A process that compares expressions, begun anew where it hangs or dies."""
+    """A process that compares expressions, restarted if it hangs or dies."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,8 +77,8 @@ class _Comparer:
         return self._process
 
     def _over(self, process: subprocess.Popen[str], hangs: bool) -> bool:
-        """Leave a process that hangs or has died; what it was asked is not the same. Raises
-        InputError where none has answered anything yet, nor does."""
+        """Abandon a process that hangs or has died; the pending comparison counts as different.
+        Raises InputError if no comparison has ever worked."""
         process.kill()
         process.wait()
         self._process = None

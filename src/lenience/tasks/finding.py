@@ -98,9 +98,9 @@ def _pattern(pattern: str) -> Find:
 
 
 def _number_after(marker: str) -> Find:
-    r"""Return the number after the first marker that a number follows, on its line or the next that
-    is not empty: emphasis, \boxed{…}, currencies and words around it aside. Models go on with
-    further questions after the answer, so later markers do not count."""
+    r"""Return the number after the first marker that a number follows, on its line or the next
+    non-empty line; emphasis, \boxed{…}, currencies and words around the number are ignored. Later
+    markers do not count, as models continue with further questions."""
 
     def find(text: str) -> str | None:
         for rest in without_thought(text).split(marker)[1:]:
@@ -144,7 +144,7 @@ def _last_number(_what: str) -> Find:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what the last whole \boxed{…} holds."""
+    r"""Return the content of the last whole \boxed{…}."""
     for begin in reversed(
         [found.end() for found in re.finditer(r"\\f?boxed\s*\{", text)]
     ):
@@ -172,8 +172,8 @@ _SAID = re.compile(
 
 
 def choice(text: str) -> str | None:
-    """Return the letter that is chosen: the last that is said to be the answer, the choice or the
-    option; else the last that stands in brackets or alone."""
+    """Return the chosen letter: the last one called the answer, the choice or the option; or else
+    the last one in brackets or alone."""
     said = _SAID.findall(text)
     bracketed = re.findall(rf"[(\[]([{LETTERS}{LETTERS.lower()}])[)\]]", text)
     alone = re.findall(_ALONE, text)

@@ -70,9 +70,9 @@ def _text_of(content: Any) -> str:
 
 
 class Endpoint:
-    """A server with OpenAI's API: `URL[,model=NAME]`, the first model that it lists by default. A
-    key is read from LENIENCE_GRADER_KEY or OPENAI_API_KEY. Asked greedily; what fails for the
-    moment is tried again, ATTEMPTS times in all, and then raises RunError."""
+    """A server with OpenAI's API: `URL[,model=NAME]`, by default its first model. The key comes
+    from LENIENCE_GRADER_KEY or OPENAI_API_KEY. Requests are greedy. A request that fails
+    temporarily is sent ATTEMPTS times in all, and then raises RunError."""
 
     def __init__(self, spec: str, wait: float = 1.0):
         url, _, rest = spec.partition(",")
@@ -177,7 +177,7 @@ def is_address(text: str) -> bool:
 
 
 def _said(error: urllib.error.HTTPError) -> str:
-    """Return what a server said of an error, in a line."""
+    """Return a server's error message in one line."""
     try:
         return " ".join(error.read(2000).decode("utf-8", "replace").split())[:300]
     except (OSError, HTTPException):
@@ -198,7 +198,7 @@ class GradingCounts:
 
     @property
     def fault(self) -> str | None:
-        """Return what shows, after ENOUGH pairs, that these are no judgements."""
+        """Return the sign, after ENOUGH pairs, that these are no judgements."""
         if self.pairs < ENOUGH:
             return None
         if self.unread > self.pairs:
@@ -215,11 +215,11 @@ class GradingCounts:
 class Graded(Task):
     """A task whose answers a grader compares with the target's own, in both orders.
 
-    Better or worse is what both orders say; all else is a tie. An answer agrees with the target's
-    own where it is not worse; its points, 1 for a win, 0.5 for a tie and 0 for a loss, make the win
-    rate (Zheng 2023). Replies with a verdict are kept by their contents, so that none is asked for
-    twice. Raises InputError where its replies are no judgements, see `GradingCounts.fault`, and
-    before a run where it does not prefer the right answer to a simple question.
+    An answer is better or worse if both orders agree; otherwise it is a tie. It agrees with the
+    target's own if it is not worse. Its points, 1 for a win, 0.5 for a tie and 0 for a loss, give
+    the win rate (Zheng 2023). Replies with a verdict are kept by content, so none is requested
+    twice. Raises InputError if the replies are no judgements, see `GradingCounts.fault`, and before
+    a run if the grader does not prefer the right answer to a simple question.
     """
 
     compares_slowly = True
@@ -262,7 +262,7 @@ class Graded(Task):
         self.task.attach(own_answers)
 
     def _probe(self) -> None:
-        """Raise InputError for a grader that cannot tell a right answer from nonsense."""
+        """Raise InputError for a grader that prefers nonsense to a right answer."""
         orders = _question(PROBE, RIGHT, WRONG), _question(PROBE, WRONG, RIGHT)
         keys = [digest(order, 16) for order in orders]
         self._ask(

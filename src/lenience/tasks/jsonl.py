@@ -16,21 +16,21 @@ SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
 class JsonlTask(Task):
-    r"""One sample a line: `prompt` (text) or `messages` (chat), and `reference`; also, if you like,
-    `id`, `split` and `group` (samples of one may be lost together). `fields` says where a row says
-    these, where not under these names.
+    r"""A task from JSON rows with `prompt` (text) or `messages` (chat), and `reference`; optional
+    fields are `id`, `split` and `group` (samples of a group may be lost together). `fields` names
+    these fields if they differ.
 
-    `answer` says how an answer is found in a response: "number-after:MARKER" (the number that
-    follows the last MARKER), "last-number", "boxed" (the last \boxed{…}), "choice" (the letter that
-    is chosen), "after:MARKER" (the rest of the line after the last MARKER) or "regex:PATTERN" (the
-    last match; its first group, if it has one). `same` says how answers are compared: as "number",
-    "text" (case and spaces aside), "choice" or "math" (math-verify, extra "math"); by default as
-    fits what is found, see `lenience.tasks.finding`. A reference is searched for its answer in the
-    same way and taken whole where nothing is found.
+    `answer` sets how an answer is found in a response: "number-after:MARKER" (the number after the
+    last MARKER), "last-number", "boxed" (the last \boxed{…}), "choice" (the chosen letter),
+    "after:MARKER" (the rest of the line after the last MARKER) or "regex:PATTERN" (the last match,
+    or its first group). `same` sets how answers are compared: as "number", "text" (ignoring case
+    and spaces), "choice" or "math" (math-verify, extra "math"); the default fits `answer`, see
+    `lenience.tasks.finding`. The answer in a reference is found in the same way; the whole
+    reference is used if none is found.
 
     Without a `split`, every fifth row is "test"; of several files, those named train… and test…
-    hold these splits. Raises InputError that names the line, and what the references look like
-    where `answer` is not given.
+    hold these splits. Raises InputError with the line, and with examples of references if `answer`
+    is missing.
     """
 
     version = 3

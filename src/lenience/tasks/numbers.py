@@ -194,7 +194,7 @@ def _sign(text: str, found: re.Match[str]) -> bool | None:
 
 
 def _stands_alone(text: str, found: re.Match[str], end: int) -> bool:
-    """True unless what stands before or after makes another form of it: a time, a date, a range, a
+    """True unless the text around the number gives it another form: a time, a date, a range, a
     product, a root, a list of numbers."""
     before = text[: found.start()].rstrip(SPACES)
     if before.endswith(("√", "±", "\\pm", "\\sqrt{", "\\sqrt", "^", "^{", "/", "⁄")):

@@ -30,11 +30,9 @@ EXTRA = "pip install 'lenience[data]'"
 
 @dataclass(kw_only=True)
 class Published(Task):
-    """A benchmark. Its options are fields, `name:option=value` as its spec.
-
-    Of what is published as one set, a fifth is the split "test", and the rest "train"; `fold` says
-    which fifth, from 0 to 4, and sets=whole puts all of it into both.
-    """
+    """A benchmark. Its options are fields, `name:option=value` as its spec. If it has no test set,
+    a fifth is the split "test" and the rest "train"; `fold` chooses the fifth, from 0 to 4, and
+    sets=whole puts all of it into both."""
 
     scores_by_reference = True
     title: ClassVar[str]

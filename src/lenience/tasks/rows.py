@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fields:
-    """Where a row says its prompt and its reference."""
+    """Names of a row's prompt and reference fields."""
 
     prompt: str = "prompt"
     reference: str = "reference"
@@ -46,7 +46,7 @@ class Fields:
         return " ".join(parts)
 
     def prompt_of(self, row: Mapping[str, Any]) -> str | Messages:
-        """Return a row's prompt. Raises InputError that says what it lacks."""
+        """Return a row's prompt. Raises InputError for a missing field."""
         if self.template is not None:
             return self._filled(row)
         prompt = row.get(self.prompt)
@@ -71,7 +71,7 @@ class Fields:
         return None if reference is None else str(reference)
 
     def besides(self, row: Row) -> Row:
-        """Return what a row says besides, for its task."""
+        """Return a row's other fields, for its task."""
         known = {self.reference, "id", "split", "group"}
         if self.template is None:
             known |= {self.prompt, "messages"}
@@ -103,7 +103,7 @@ USUAL_FIELDS = Fields()
 
 
 def _instead(row: Mapping[str, Any], what: str) -> str:
-    """Return what a row has in place of a field, as a phrase for an error."""
+    """Return the likely substitute of a missing field, as a phrase for an error."""
     if not row:
         return ""
     usual = next((key for key in USUAL[what] if key in row), None)
@@ -122,7 +122,7 @@ def is_chat(messages: object) -> bool:
 
 
 def told_unread(keys: list[str]) -> str:
-    """Return the keys that nothing reads, as a phrase, with what they may be meant as."""
+    """Return the unused keys as a phrase, with their likely meaning."""
     meant = next((key for key in USUAL["reference"] if key in keys), None)
     mend = f" (--reference-field {meant}?)" if meant else ""
     return f"nothing reads its {', '.join(keys)}{mend}"

@@ -63,7 +63,7 @@ SIGNALLING = (8, 10, 15)
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may take."""
+    """Resource limits of a program."""
 
     seconds: float = 10.0
     """Time limit from start to end, or per call."""
@@ -85,7 +85,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended, and what it wrote."""
+    """A program's end and output."""
 
     status: Status
     code: int
@@ -95,8 +95,8 @@ class ProgramResult:
 
 @dataclass(frozen=True)
 class TestVerdict:
-    """What came of a program: "passed", "wrong answer", "timeout", "crash", "missing function" or
-    "too much output", and what tells more."""
+    """A program's outcome: "passed", "wrong answer", "timeout", "crash", "missing function" or "too
+    much output", with details."""
 
     kind: str
     detail: str = ""
@@ -113,14 +113,14 @@ class TestVerdict:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """A way to shut programs in; "none" is for those who accept what they run."""
+    """A kind of sandbox; "none" is for users who accept the risk."""
 
     kind: SandboxKind
 
     def run(
         self, program: str, given: str = "", limits: Limits = Limits()
     ) -> ProgramResult:
-        """Run a script on what it reads from its standard input."""
+        """Run a script on a standard input."""
         with self._started("main", program, limits) as process:
             return _exchange(process, given.encode("utf-8", "replace"), limits)
 
@@ -131,8 +131,8 @@ class Sandbox:
         arguments: Sequence[Sequence[Any]],
         limits: Limits,
     ) -> Iterator[Any | TestVerdict]:
-        """Call a function of a program again and again in one process: what each call returns, or
-        the Verdict that ends it."""
+        """Call a function of a program repeatedly in one process. Yield each call's result, or the
+        Verdict that ends it."""
         count = len(arguments) + 1
         with self._started(
             "calls", program, limits, entry=entry, calls=count
@@ -312,7 +312,7 @@ def _python() -> list[str]:
 
 
 def _readable() -> list[str]:
-    """Return what Python itself reads, and nothing of a user's."""
+    """Return the files that Python itself reads, and none of a user's."""
     usual = [
         "/usr",
         "/lib",
@@ -374,7 +374,7 @@ def _bubblewrap(refused: int) -> list[str]:
 def _exchange(
     process: subprocess.Popen[bytes], given: bytes, limits: Limits
 ) -> ProgramResult:
-    """Feed a process and read what it writes, until it has ended or went beyond its limits."""
+    """Write to a process and read its output, until it ends or exceeds its limits."""
     assert process.stdin and process.stdout and process.stderr
     deadline = time.monotonic() + limits.seconds
     written: dict[Any, bytearray] = {
@@ -429,7 +429,7 @@ def _read_both(
 def _feed(
     process: subprocess.Popen[bytes], ready: selectors.BaseSelector, left: memoryview
 ) -> memoryview:
-    """Write some of what is left of a process's input; close it where that is all."""
+    """Write a part of a process's remaining input; close the input at its end."""
     assert process.stdin
     try:
         if left:
@@ -444,7 +444,7 @@ def _feed(
 
 
 class _Replies:
-    """What a process that answers calls replies, line by line."""
+    """Replies of a process that answers calls, line by line."""
 
     def __init__(self, process: subprocess.Popen[bytes], limits: Limits):
         assert process.stdin and process.stdout

@@ -48,7 +48,7 @@ NOBODY = 65534
 
 
 def encode(value: Any) -> Any:
-    """Return a value as JSON can hold it: what JSON has no form for is tagged."""
+    """Return a value in JSON; values without a JSON form are tagged."""
     if value is None or isinstance(value, (bool, str)):
         return value if value is None or isinstance(value, bool) else str(value)
     if isinstance(value, int):
@@ -70,8 +70,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return what `encode` was given; an object that has no form is one of its own, equal to
-    none."""
+    """Return the argument of `encode` from its result; an object without a form becomes a unique
+    object, equal to none."""
     if isinstance(value, list):
         return list(map(decode, value))
     if not isinstance(value, dict):
@@ -197,8 +197,8 @@ def judge_by_tests(program: str, asked: dict[str, Any]) -> None:
 
 
 def confine(asked: dict[str, Any]) -> None:
-    """Shut this process out of files (Landlock), of being another (capabilities, user) and of what
-    a filter of system calls (seccomp) refuses. Raises OSError where the kernel cannot."""
+    """Confine this process: no files (Landlock), no other user (capabilities), and a filter of
+    system calls (seccomp). Raises OSError if the kernel cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     _prctl(libc, SET_NO_NEW_PRIVS, 1)
     _landlock(libc, asked["readable"])

@@ -20,9 +20,9 @@ TEXT_FIELDS = (("article", "highlights"), ("document", "summary"), ("text", "sum
 @dataclass(kw_only=True)
 class RougeTask(Published):
     """Texts scored by `rouge` against the reference, as F-measure with Porter stems, by rouge-score
-    (extra "rouge"); a response's loss is 1 - ROUGE, and it counts as right from 0.5 on. Two texts
-    agree where their ROUGE differs by at most `within`; what is lost beside the target's own text
-    is by how much its ROUGE is lower."""
+    (extra "rouge"). A response's loss is 1 − ROUGE, and it counts as right from 0.5 on. Two texts
+    agree if their ROUGE differs by at most `within`; the loss against the target's own text is the
+    difference of their ROUGE."""
 
     version = 1
     by_degree = True

@@ -33,9 +33,9 @@ TRAITS = (
 
 
 def as_task(task: Any, where: str = "", version: str | None = None) -> CheckedTask:
-    """Return a task from any object with a task's methods, where what these give or raise is told
-    by the sample's name; `answer(text)` and `same(a, b)` may leave out the sample. A `version`
-    takes the place of the task's own. Raises InputError that names what is missing, and `where`."""
+    """Return a task from any object with a task's methods; errors of these name the sample.
+    `answer(text)` and `same(a, b)` may omit the sample. A `version` replaces the task's own. Raises
+    InputError for a missing method, with `where`."""
     if isinstance(task, CheckedTask) and version is None:
         return task
     lacking = [part for part in NEEDED if not hasattr(task, part)]
@@ -205,8 +205,8 @@ class CheckedTask(Task):
         method: Callable[[], Any],
         wrong: Any,
     ) -> Any:
-        """Return what a method gives. Where it raises, `wrong` if the task says that failures are,
-        the first of them told; else raises RuntimeError that names the samples."""
+        """Return a method's result. If it raises, return `wrong` if the task counts failures as
+        wrong, with a warning for the first; otherwise raise RuntimeError with the samples."""
         try:
             return method()
         except (InputError, RunError):
@@ -235,8 +235,7 @@ class CheckedTask(Task):
 
 
 def _own(task: Any, part: str) -> Any:
-    """Return what an object says itself of a part of a task; None where it has only what all tasks
-    have."""
+    """Return an object's own definition of a part of a task; None for the default."""
     inherited = getattr(type(task), part, None) is getattr(Task, part)
     return None if inherited else getattr(task, part, None)
 

@@ -47,13 +47,9 @@ LANDMARKS = (20, 50, 100, 200, 300, 400)
 def _ranking(
     author: str, choice: str, context: str, n: int, agree: float
 ) -> tuple[int, ...]:
-    """Return the order in which an author prefers the n options of a choice in a context; fixed for
-    ever by its name.
-
-    In a share `agree` of the contexts the draft's author has the target's order; in the others he
-    likes best what the target's author likes least, so that what the draft says is seldom among the
-    first words that the target would say.
-    """
+    """Return an author's order of the n options of a choice in a context, fixed by its name. In a
+    share `agree` of the contexts the draft's author has the target's order. In the others the order
+    is reversed, so that the draft's word is rarely among the target's first words."""
     order = random.Random(f"target|{choice}|{context}").sample(range(n), n)
     rng = random.Random(f"draft|{choice}|{context}")
     if author == "draft" and rng.random() >= agree:
@@ -81,7 +77,7 @@ class _Author:
         return options[_ranking(self.name, choice, context, n, agree)[rank]]
 
     def step(self, op: Operation, place: str, number: int) -> str:
-        """Say one operation, at a `place` among the steps: first, middle or last."""
+        """Write one operation, at a `place` among the steps: first, middle or last."""
         opener = self.pick("opener", f"{place}|{op.op}", OPENERS[place]).replace(
             "#", str(number)
         )
@@ -128,7 +124,7 @@ class _Author:
         return f"{do} {p} {link} {q} to {self.pick('get', op.unit, GET)}"
 
     def remark(self, op: Operation, place: str, problem: Problem) -> str:
-        """Say something that decides nothing, or nothing."""
+        """Write a remark that decides nothing, or nothing."""
         kind = self.pick("remark", f"{op.op}|{op.unit}|{place}", REMARKS)
         if kind == "none":
             return ""

@@ -26,8 +26,8 @@ MAKE = ("make", "build", "finish", "complete", "produce", "assemble", "craft", "
 
 @dataclass(frozen=True)
 class Operation:
-    """One step of a solution: `x op y = result`, said of `subject` in `unit`; `clauses` may restate
-    why."""
+    """One step of a solution: `x op y = result`, about `subject` in `unit`; `clauses` may restate
+    the reason."""
 
     subject: str
     verbs: tuple[str, ...]
@@ -119,8 +119,7 @@ def _compare(rng: random.Random) -> Problem:
 def _related(
     rng: random.Random, n: int, unit: str, people: tuple[str, str]
 ) -> tuple[Operation, str]:
-    """Return how many the second of two people has, relative to the first one's n; and how it is
-    told."""
+    """Return the second of two people's number, relative to the first one's n, and its wording."""
     a, b = people
     kind = rng.choice(("more", "fewer", "times") if n > 6 else ("more", "times"))
     if kind == "times":
@@ -139,7 +138,7 @@ def _related(
 
 
 def _than(other: str, k: int, kind: str) -> tuple[str, ...]:
-    """Return clauses that say that something is k more, or fewer, than the other's."""
+    """Return clauses that state that something is k more, or fewer, than the other's."""
     return (
         f"with {k} {kind} than {other},",
         f"at {k} {'above' if kind == 'more' else 'below'} {other},",
@@ -147,7 +146,7 @@ def _than(other: str, k: int, kind: str) -> tuple[str, ...]:
 
 
 def give(rng: random.Random, story: Story, have: dict[str, int], unit: str) -> None:
-    """Let one of two people give the other some of what they have."""
+    """Let one of two people give the other some of their things."""
     giver, taker = rng.sample(tuple(have), 2)
     k = rng.randint(2, min(30, have[giver] - 1))
     if rng.random() < 0.5:
@@ -269,7 +268,7 @@ def _left_after(n: int, giver: str, gift: Operation) -> Operation:
 
 
 def _of_what(part: int, of_rest: bool) -> tuple[str, ...]:
-    """Return clauses that say what the second gift is a part of."""
+    """Return clauses that state the whole that the second gift is a part of."""
     wordings = ("of the whole,", "of all at first,")
     if of_rest:
         wordings = ("of the rest,", "of what is left,")

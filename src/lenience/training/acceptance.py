@@ -47,8 +47,9 @@ def fit_tree(
     drawn: TreeSampling | None = None,
     progress: Progress = silent,
 ) -> Acceptance:
-    """Measure on a run's prompts what trees are planned by, and keep it in RUN/tree.json. Raises
-    InputError where the run is of other models, or the drafter proposes no trees."""
+    """Measure on a run's prompts the acceptance rates that trees are planned by, and save them in
+    RUN/tree.json. Raises InputError if the run has other models, or the drafter proposes no
+    trees."""
     check_models(pair, run)
     prompts = [sample.prompt_ids for sample in mined_samples(run)]
     found = measure_acceptance(pair, prompts[:PROMPTS], drafter, drawn, progress)
@@ -94,7 +95,7 @@ def measure_acceptance(
 
 @dataclass
 class _Counts:
-    """What the target said at the places of trees."""
+    """The target's tokens at the positions of trees."""
 
     said: NDArray[np.int64] = field(
         default_factory=lambda: np.zeros((DEPTH, RANKS), np.int64)

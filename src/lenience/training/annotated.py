@@ -76,7 +76,7 @@ def read_annotated(path: Path) -> list[Annotated]:
 
 
 def marked_answers(lm: LM, row: Annotated) -> tuple[list[int], list[MarkedAnswer]]:
-    """Return the prompt's tokens, and the correct and the wrong answer; what follows the error is
+    """Return the prompt's tokens, and the correct and the wrong answer; text after the error is
     left out."""
     if not lm.tokenizer.is_fast:
         raise InputError(

@@ -166,7 +166,7 @@ class DistillFit:
         return self._measured()["tokens_per_pass"]
 
     def result(self) -> tuple[DistilledDraft, dict[str, object]]:
-        """Return the draft as it is kept, in the precision that it had, and what it comes to."""
+        """Return the draft in its original precision, and its metrics."""
         self.student.model.to(self.dtype)
         found = self._measured()
         made = DistilledDraft(

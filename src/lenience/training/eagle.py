@@ -35,8 +35,8 @@ NOT_ASKED = -100
 
 
 class EagleFit:
-    """A model of one layer that learns to draft what the target answers. The target's features are
-    read again in each epoch, as all of them would take much memory."""
+    """A model of one layer that learns to draft the target's answers. The target's features are
+    computed in each epoch, as all of them would take much memory."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class EagleFit:
         return self._measured()[0]
 
     def result(self) -> tuple[EagleWeights, dict[str, object]]:
-        """Return the model as it is kept, and what it comes to."""
+        """Return the trained model and its metrics."""
         half = {
             name: part.cpu() if name in VOCABULARY_TENSORS else part.half().cpu()
             for name, part in self.fitted.tensors.items()
@@ -219,8 +219,8 @@ def first_weights(target: LM, seed: int, tokens: Tensor | None = None) -> EagleW
 
 def _first_lm_head(target: LM, tokens: Tensor | None) -> dict[str, Tensor]:
     """Return the target's LM head, or its rows of a draft vocabulary `tokens` [N] with the tensors
-    that list it: d2t [N], what is added to a row's number to give its token, and t2d [V], which
-    tokens have a row (EAGLE-3's layout)."""
+    that list it: d2t [N], the offset from a row's number to its token, and t2d [V], True for tokens
+    with a row (EAGLE-3's layout)."""
     matrix = target.output_matrix.detach().float().cpu()
     if tokens is None:
         return {"lm_head.weight": matrix.clone()}

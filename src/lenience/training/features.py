@@ -54,9 +54,9 @@ def compute_features(
     progress: Progress = silent,
     of: Rule | None = None,
 ) -> None:
-    """Compute the hidden states of a run's labelled mismatches, or what a head of another `role` is
-    fitted to, into RUN/features; shards of the same records are kept. `of` is the rule whose
-    rejections a stop learns. Raises InputError where the run is of other models."""
+    """Compute into RUN/features the hidden states of a run's labelled mismatches, or the training
+    rows of a head of another `role`; shards of unchanged records are kept. `of` is the rule whose
+    rejections a stop learns. Raises InputError if the run has other models."""
     check_models(pair, folder)
     records = journal_records(folder)[: None if of is None else STOP_SAMPLES]
     shards = _shards(folder, inputs, role, of)
@@ -174,9 +174,9 @@ def load_features(
     of: Rule | None = None,
     in_files: bool = False,
 ) -> Examples:
-    """Return all that has been computed, in the journal's order; `in_files` leaves states where
-    they are, but for those of a judge that looks ahead. What a gate must not let through is a token
-    to which the draft gives more than `tau` times the target's probability."""
+    """Return all computed rows, in the journal's order. `in_files` leaves states in their files,
+    except those of a judge that looks ahead. A gate must reject a token to which the draft gives
+    more than `tau` times the target's probability."""
     paths = sorted(_shards(folder, inputs, role, of).glob("*.safetensors"))
     label = _column(paths, LABELS[role])
     sample = _column(paths, "sample")
@@ -203,7 +203,7 @@ def fit_in_memory(
 
 
 def _column(paths: Sequence[Path], name: str) -> np.ndarray:
-    """Return what shards hold under a name, one after the other, as float32."""
+    """Return a column of some shards, concatenated, as float32."""
     parts = []
     for path in paths:
         with safe_open(path, "pt") as file:
@@ -212,7 +212,7 @@ def _column(paths: Sequence[Path], name: str) -> np.ndarray:
 
 
 def _digest_of(path: Path) -> str | None:
-    """Return what records a shard was made of; None where there is none, or it is broken."""
+    """Return the digest of a shard's records; None for a missing or broken shard."""
     try:
         with safe_open(path, "pt") as file:
             return file.metadata()["records"]
@@ -271,11 +271,11 @@ def _states_by_token(
     model: str,
 ) -> dict[str, Tensor]:
     """Return a model's states [m, H] at a sample's labelled mismatches, by the token after which
-    they are.
+    they are read.
 
-    What stands before a mismatch was settled when it was tried, so one pass over the final response
-    holds every state but those after a token that the response did not keep; these take one more
-    token each, from right to left so that each is a roll-back.
+    The text before a mismatch was final when the mismatch was tried. So one pass over the final
+    response has every state except those after tokens that the response did not keep. Each of these
+    takes one more token, from right to left, so that each is a roll-back.
     """
     whole = sample.prompt_ids + sample.final_ids
     start = len(sample.prompt_ids)

@@ -88,7 +88,7 @@ class FineTuning:
         return self._measured()["tokens_per_pass"]
 
     def result(self) -> tuple[TunedTarget, dict[str, Any]]:
-        """Return both as they are kept, and what they come to."""
+        """Return the tuned target and its heads, and their metrics."""
         half = self.heads.to(torch.device("cpu"), torch.float16)
         self.tuned.model.to(self.dtype)
         self.heads = half.to(self.tuned.device, torch.float32)
@@ -96,8 +96,8 @@ class FineTuning:
         return made, dict(self._measured())
 
     def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
-        """Return [n, 1 + heads, V] of what the target and its heads say at each place of some
-        answers, and [n, 1 + heads] the tokens that they are to say."""
+        """Return logits [n, 1 + heads, V] of the target and its heads at each position of some
+        answers, and the tokens to predict [n, 1 + heads]."""
         ids, wanted = _padded(batch, 1 + len(self.heads.blocks))
         asked = wanted[..., 0] != NOT_ASKED
         model = self.tuned.model

@@ -85,11 +85,13 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
 def learning_curve(
     pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent
 ) -> list[dict[str, Any]]:
-    """Return what a head comes to by how much it learns from: an eighth of the samples, drawn by
-    the plan's seed, a quarter, a half and all. Each row has samples, mismatches, important,
-    auc_out_of_fold, auc_interval and accepted, the share of unimportant mismatches that a threshold
-    accepts which rejects CURVE_RECALL of the important ones. Sizes that are too few to fit are left
-    out; raises InputError where all are. Nothing is saved but hidden states."""
+    """Return a head's metrics by the number of training samples: an eighth, drawn by the plan's
+    seed, a quarter, a half and all.
+
+    Each row has samples, mismatches, important, auc_out_of_fold, auc_interval and accepted, the
+    share of unimportant mismatches accepted at a threshold with recall CURVE_RECALL. Sizes that are
+    too few are left out; raises InputError if all are. Only hidden states are saved.
+    """
     examples = _computed(pair, run, plan, progress)
     order = np.random.default_rng(plan.config.seed).permutation(
         np.unique(examples.samples)
@@ -117,7 +119,7 @@ def learning_curve(
 
 
 def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Examples:
-    """Return what a head of a plan learns from."""
+    """Return the training rows of a plan's head."""
     runs = (run, *plan.also)
     judges = runs if plan.config.role == "judge" else ()
     temperatures = {judge: read_run(judge).temperature for judge in judges}
@@ -172,8 +174,8 @@ def _drafter_name(record: dict[str, Any] | None) -> str:
 
 
 def _check_windows(run: Path) -> None:
-    """Raise InputError where a judge that looks ahead cannot learn from a run, as what was drafted
-    is no window of the draft model."""
+    """Raise InputError if a judge that looks ahead cannot learn from a run, as its windows were not
+    drafted by the draft model."""
     record = read_run(run)
     if record.drafter:
         raise InputError(
@@ -207,8 +209,8 @@ def _prompts(run: Path) -> list[str]:
 def _examples(
     run: Path, plan: HeadPlan, in_files: bool, asked: bool
 ) -> tuple[Examples, list[str]]:
-    """Return what a run gives a head to learn from, and its prompts by their samples' numbers.
-    Raises InputError where soft labels are asked of it and it has none."""
+    """Return a run's training rows, and its prompts by their samples' numbers. Raises InputError
+    for missing soft labels."""
     role = plan.config.role
     of = plan.of
     examples = load_features(run, plan.inputs, role, plan.tau, of=of, in_files=in_files)
@@ -224,8 +226,7 @@ def _examples(
 
 
 def _joined(parts: list[tuple[Examples, list[str]]]) -> Examples:
-    """Return examples of several runs; what two of them say of one prompt counts as one
-    sample's."""
+    """Return the rows of several runs; rows of two runs for one prompt count as one sample's."""
     numbers: dict[str, int] = {}
     samples = []
     for examples, prompts in parts:

@@ -83,9 +83,9 @@ class DrafterPlan:
 def fit_drafter(
     pair: Pair, run: Path, plan: DrafterPlan, progress: Progress = silent
 ) -> TrainedDrafter:
-    """Fit a drafter to the target's own answers, and save what does best on samples held out;
-    started again, it goes on after the last epoch. Raises InputError where the run is of other
-    models or has too few samples."""
+    """Train a drafter on the target's own answers, and save the epoch that does best on held-out
+    samples. A second call resumes after the last epoch. Raises InputError if the run has other
+    models or too few samples."""
     check_models(pair, run)
     answers = [
         (sample.prompt_ids, sample.response_ids) for sample in mined_samples(run)
@@ -234,8 +234,8 @@ def _states(target: LM, prompt: list[int], answer: list[int], heads: int) -> Par
 def first_heads(
     target: LM, plan: DrafterPlan, tokens: Tensor | None = None
 ) -> DraftHeads:
-    """Return heads that predict at first what the target itself predicts: blocks that add nothing.
-    With a draft vocabulary `tokens` [N] their matrices have its rows alone."""
+    """Return heads that start with the target's own predictions: blocks that add nothing. With a
+    draft vocabulary `tokens` [N] their matrices have only its rows."""
     matrix = target.output_matrix.detach().float().cpu()
     if tokens is not None:
         matrix = matrix[tokens]
@@ -308,7 +308,7 @@ class _HeadsFit:
         return tokens_per_pass(self.heads, self.matrix, self.held_out)
 
     def result(self) -> tuple[DraftHeads, dict[str, object]]:
-        """Return the heads as they are kept, and what they come to."""
+        """Return the trained heads and their metrics."""
         cpu = torch.device("cpu")
         half = self.heads.to(cpu, torch.float16)
         as_read = half.to(cpu, torch.float32)

@@ -23,7 +23,7 @@ LONGEST_WINDOW = 16
 
 @dataclass(frozen=True)
 class Skipped:
-    """What leaving out some layers comes to."""
+    """Value of skipping some layers."""
 
     layers: tuple[int, ...]
     """1 the first."""
@@ -71,9 +71,9 @@ def search_layers(
 
 
 def worth(agreement: float, cost: float) -> tuple[float, int]:
-    """Return how many times the target alone's speed drafting comes to, and at which window, where
-    each token is kept with the chance `agreement` and a draft pass costs `cost` of a target's
-    (Leviathan 2023, theorem 3.8)."""
+    """Return the expected speed-up over the target alone and its window, if each token is accepted
+    with probability `agreement` and a draft pass costs `cost` of a target pass (Leviathan 2023,
+    theorem 3.8)."""
     kept = 1.0
     best = (1.0, 0)
     for window in range(1, LONGEST_WINDOW + 1):

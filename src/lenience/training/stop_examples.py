@@ -105,8 +105,8 @@ class _Answer:
         return ctx.drafting().draw(logits[..., : self.pair.target.vocab_size])[0].cpu()
 
     def states(self, places: Tensor, drafted: Tensor, inputs: Inputs) -> Tensor:
-        """Return [m, H]: the draft's states at `places` [m] of the answer before the tokens
-        `drafted` [m] or, as `inputs` says, after them."""
+        """Return the draft's states [m, H] at `places` [m] of the answer, before the tokens
+        `drafted` [m] or, depending on `inputs`, after them."""
         along = self.reading.hidden[0].cpu()
         if "draft" not in inputs.tokens:
             return along[places].contiguous()

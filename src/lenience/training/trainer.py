@@ -36,7 +36,7 @@ def by_length(answers: Sequence[Answer]) -> list[Answer]:
 def batches(
     answers: Sequence[Answer], size: int, seed: int
 ) -> Iterator[Sequence[Answer]]:
-    """Yield answers that stand together, in an order that the seed tells."""
+    """Yield batches of adjacent answers, in an order given by the seed."""
     starts = range(0, len(answers), size)
     generator = torch.Generator().manual_seed(seed)
     for i in torch.randperm(len(starts), generator=generator).tolist():
@@ -54,7 +54,7 @@ def mean_cross_entropy(logits: Tensor, wanted: Tensor, ignored: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long training goes on, and how fast."""
+    """Number of epochs and learning rate."""
 
     epochs: int
     rate: float
@@ -68,8 +68,8 @@ class Training:
     def __init__(
         self, weights: Mapping[str, Tensor], path: Path, made_of: str, plan: Schedule
     ):
-        """`made_of` identifies the models, the data and the settings: what is kept of another
-        training is not gone on with."""
+        """`made_of` identifies the models, the data and the settings; a checkpoint of another
+        training is not resumed."""
         self.weights = weights
         self.path = path
         self.made_of = made_of
@@ -126,7 +126,7 @@ class Training:
         self.optimizer.step()
 
     def forget(self) -> None:
-        """Delete what is kept of the epochs."""
+        """Delete the checkpoint."""
         self.path.unlink(missing_ok=True)
 
     def _save(self) -> None:

@@ -27,7 +27,7 @@ window, so that one head serves every position."""
 
 
 class _Reader(Rule):
-    """Keeps nothing, and remembers what a head that looks ahead reads of each window."""
+    """Accepts nothing, and records the look-ahead features of each window."""
 
     def __init__(self, with_draft: bool, kinds: Tensor):
         self.with_draft = with_draft
@@ -68,7 +68,7 @@ def values_drafted_on(
 
 
 def columns(inputs: Inputs) -> int:
-    """Return how many numbers are kept of a mismatch beside states."""
+    """Return the number of values kept of a mismatch besides states."""
     assert inputs.ahead is not None
     return (1 + inputs.ahead) * lookahead.numbers("draft" in inputs.models) + 1
 
@@ -110,8 +110,8 @@ def _read_together(
 def _prefixes(
     samples: Sequence[MinedSample], labelled: Sequence[Sequence[Mismatch]]
 ) -> Iterator[list[list[int]]]:
-    """Yield what stands before the samples' first mismatches, their second ones and so on; before
-    the last again where a sample has no more."""
+    """Yield the texts before the samples' first mismatches, then before their second ones, and so
+    on; a sample without further mismatches repeats its last."""
     for k in range(max(map(len, labelled))):
         places = [
             of_sample[min(k, len(of_sample) - 1)].position for of_sample in labelled
@@ -131,8 +131,8 @@ def _flat(values: Tensor, length: int, window: int) -> Tensor:
 
 
 def as_in_windows(x: np.ndarray, inputs: Inputs, seed: int) -> np.ndarray:
-    """Return [m, F]: states with the numbers of `values_drafted_on` after them → what a head reads,
-    the later tokens cut as the ends of windows would cut them."""
+    """Return head inputs [m, F] from states with the numbers of `values_drafted_on`; later tokens
+    are cut off as at the ends of windows."""
     assert inputs.ahead is not None
     n = inputs.ahead
     rng = np.random.default_rng(seed)
