@@ -79,7 +79,7 @@ class AuditLine(Record):
 
 @dataclass(frozen=True)
 class State:
-    """What an audit has come to."""
+    """State of an audit."""
 
     seen: int
     """Prompts answered."""
@@ -99,8 +99,7 @@ class State:
 
 @dataclass(frozen=True)
 class LivePrompt:
-    """A prompt that was answered, with its reference where it is known, and what else its task
-    needs."""
+    """An answered prompt, with its reference if known, and further data of its task."""
 
     prompt: Prompt
     reference: str | None = None
@@ -108,7 +107,7 @@ class LivePrompt:
 
     @property
     def content(self) -> str:
-        """Return what it is known by."""
+        """Return the prompt's identity."""
         return digest([self.prompt, self.reference])
 
 
@@ -197,8 +196,8 @@ class Audit:
         self._count(line)
 
     def picks(self, prompt: Prompt, number: int) -> bool:
-        """Return whether a file's row of this number is audited: drawn anew at each, by its number
-        and its content, so that it is the same one whenever the file is audited."""
+        """Return True if a file's row of this number is audited. The draw depends on the number and
+        the content, so it is the same whenever the file is audited."""
         ids = self.pair.target.encode(prompt)
         key = Noise.for_prompt(self.config.seed, ids).key(number, "audit")
         return float(uniform(torch.tensor([key]))[0]) < self.config.share
@@ -222,8 +221,8 @@ class Audit:
         reference: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> State | None:
-        """Take note of a lenient answer to a prompt; a State where it was audited. `metadata` is
-        what a sample of the task would hold."""
+        """Receive a lenient answer to a prompt. Return a State if the answer was audited.
+        `metadata` is that of a sample of the task."""
         with self._lock:
             self._unsaid += 1
         if _random.random() >= self.config.share:
@@ -270,7 +269,7 @@ class Audit:
         return None if ungradable(self.task, [sample]) else live.reference
 
     def _loss(self, live: LivePrompt, text: str, alone: Generation) -> float:
-        """Return what is lost on a prompt whose reference, if it has one, can be right."""
+        """Return the loss on a prompt; its reference, if any, can be right."""
         task = self.task
         reference = live.reference
         prompt: Any = live.prompt  # token ids too, which no task's own samples have
@@ -308,7 +307,7 @@ class Audit:
         self.drifted = self.alarm.add(line.loss) or self.drifted
 
     def state(self) -> State:
-        """Return what the audit has come to."""
+        """Return the state of the audit."""
         with self._alone():
             return self._state()
 
@@ -343,8 +342,8 @@ def _watchable(run: Path) -> Certificate:
 
 
 def read_prompts(path: Path, fields: Fields = USUAL_FIELDS) -> list[LivePrompt]:
-    """Read the prompts of a JSONL file, each with prompt or messages, or what `fields` name for
-    these, and perhaps a reference. Raises InputError, by line."""
+    """Read the prompts of a JSONL file: prompt or messages, or the names in `fields`, and perhaps a
+    reference. Raises InputError with the line."""
     prompts = []
     for where, row in read_rows(path):
         whole = row.get("prompt") is not None or "messages" in row
@@ -365,9 +364,9 @@ def audit(
     batch_size: int = 16,
     progress: Progress = silent,
 ) -> int:
-    """Audit a share of a file's prompts, answering those with the certified rule; what was audited
-    before is not again: a row counts once, also of a file that grows. Returns how many rows had
-    been audited before. Raises InputError for a prompt that cannot be used, before any work."""
+    """Answer a share of a file's prompts with the certified rule and audit them. A row counts once,
+    also in a file that grows. Return the number of rows audited before. Raises InputError for an
+    unusable prompt, before any work."""
     if batch_size < 1:
         raise InputError(f"batch_size {batch_size}: must be 1 or more")
     contents = [live.content for live in prompts]

@@ -48,8 +48,7 @@ FEW = 500
 
 @dataclass
 class Calibration:
-    """One question, its prompts and the answers to them; what its folder holds is not decoded
-    again."""
+    """One question, its prompts and their answers. Answers in its folder are not decoded again."""
 
     pair: Pair
     task: Task
@@ -131,10 +130,12 @@ class Calibration:
     def beside(
         self, decoder: Decoder, lenient: Sequence[Answer]
     ) -> list[Answer | None]:
-        """Return the target's own answers to the first prompts, which a setting has answered; None
-        where nothing can be lost whatever it is. The target is asked only where it must be: a
-        greedy answer in which no token was kept by lenience is its own, where the rule goes on as
-        the target does, and one that is right is no paired loss."""
+        """Return the target's own answers to the first prompts, next to a setting's answers; None
+        where nothing can be lost.
+
+        The target decodes only where it must. A greedy answer without a leniently accepted token is
+        its own, if the rule continues as the target does. A correct answer is no paired loss.
+        """
         as_target = decoder.temperature == 0 and decoder.rule.goes_on_as_target
         paired = self.config.loss == "paired"
         known: list[Answer | None] = []
@@ -181,7 +182,7 @@ class Calibration:
     def _compare_together(
         self, own: Sequence[Answer | None], lenient: Sequence[Answer]
     ) -> None:
-        """Have a grader compare all answers, many at once; what it says is kept."""
+        """Let a grader compare all answers in batches; its judgements are kept."""
         rows = zip(lenient, own, self.prompts.rows)
         triples = [
             (answer.text, alone.text, sample) for answer, alone, sample in rows if alone
@@ -191,7 +192,7 @@ class Calibration:
             self.progress("grading", min(start + AT_ONCE, len(triples)), len(triples))
 
     def _loss(self, sample: Sample, alone: Answer, lenient: Answer) -> float:
-        """Return what is lost on one prompt, in [0, 1]."""
+        """Return the loss on one prompt, in [0, 1]."""
         loss = self.config.loss
         if self.config.needs_references:
             right, kept = self._verdicts(sample, alone, lenient)
@@ -265,7 +266,7 @@ class Calibration:
         return float(values(self.task, self.alone(samples)).sum())
 
     def _looked_at(self) -> list[Answer]:
-        """Return the target's answers that tell its accuracy."""
+        """Return the target's answers that measure its accuracy."""
         return self.alone(self.prompts.first(ENOUGH))
 
     def result(self, decoder: Decoder, tried: SettingResult) -> TriedSetting:
@@ -369,7 +370,7 @@ def data_hash(samples: Iterable[Sample]) -> str:
 
 
 def _content(sample: Sample) -> str:
-    """Return what an answer and its score depend on."""
+    """Return the identity of a sample's answer and score."""
     return digest(
         [sample.prompt, sample.reference, repr(dict(getattr(sample, "metadata", {})))]
     )
@@ -385,8 +386,8 @@ def calibration(
     use: str,
     progress: Progress,
 ) -> Iterator[Calibration]:
-    """Check what is asked, count it, and draw the prompts: the same ones whenever the same is
-    asked. Raises InputError where another process is at the same question."""
+    """Check and count a question, and draw its prompts, which are the same whenever the same is
+    asked. Raises InputError if another process works on the question."""
     check_question(pair, task, folder, config)
     asked = _asked(pair, task, config, use)
     key = digest(asked, 6, sort_keys=True)
@@ -417,7 +418,7 @@ def calibration(
 
 
 def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) -> None:
-    """Raise InputError for what is wrong with a question, before any work."""
+    """Raise InputError for a wrong question, before any work."""
     for chain in config.chains():
         for decoder in chain:
             pair.check(decoder)
@@ -440,8 +441,7 @@ def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) 
 
 
 def warn_of_too_few(config: CertifyConfig, share: float) -> None:
-    """Warn where so many prompts as are allowed cannot certify anything, by that share of the
-    error."""
+    """Warn if the allowed number of prompts cannot certify anything at that share of the error."""
     allowed = config.num_prompts()
     least = config.least_prompts(share)
     if least is None or least > allowed:
@@ -469,7 +469,7 @@ def _picked(
 
 
 def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str, Any]:
-    """Return what makes a question the same: not where models and heads lie, but what they are."""
+    """Return the identity of a question: its models and heads by content, not by place."""
     question = config.to_json()
     chains = config.chains()
     by_rules = chains[: len(config.rules)]

@@ -60,7 +60,7 @@ PROMISES_NOT = (
 
 
 class PlannedSetting(Record):
-    """What it would take to certify a setting; None where it takes more than can be counted."""
+    """Estimated cost of certifying a setting; None if it is too large to compute."""
 
     rule: str
     pilot_loss: float
@@ -71,7 +71,7 @@ class PlannedSetting(Record):
 
 
 class Plan(Record):
-    """What a pilot tells of the prompts that certificates would take."""
+    """Estimated numbers of prompts for certificates, from a pilot."""
 
     plan: list[PlannedSetting]
     pilot: int
@@ -91,15 +91,17 @@ def certify(
     choose: Callable[[list[Decoder]], Decoder] | None = None,
 ) -> Certificate:
     """Find the most lenient of the rules' settings whose loss is at most `max_drop` with the wanted
-    confidence, or none; it is written to the run folder, see `lenience.runs.certificate`.
+    confidence, or none, and write the certificate to the run folder, see
+    `lenience.runs.certificate`.
 
     Learn-then-Test (Angelopoulos 2021): each rule's settings are tested from strict to lenient
     until one does not pass, each on growing batches of prompts. Of several rules that pass, the one
-    with the most tokens per pass is certified, or what `choose` names of all settings that
-    passed, which all hold together. The same question asked again goes on where it
-    stopped, on more prompts if it is allowed more, or gets the answer that it got; another one is
-    tested at the level that the ledger leaves it. What it contradicts is withdrawn. Raises
-    InputError, see `CertifyConfig`, `draw_rows` and `Labels`.
+    with the most tokens per pass is certified; `choose` may choose among all settings that passed,
+    which hold jointly.
+
+    The same question resumes, on more prompts if allowed, or returns its answer. Another question
+    is tested at the level that the ledger leaves it, and withdraws certificates that it
+    contradicts. Raises InputError, see `CertifyConfig`, `draw_rows` and `Labels`.
     """
     with calibration(
         pair,
@@ -124,9 +126,9 @@ def certify(
 
 
 def save(folder: Path, certificate: Certificate) -> Path:
-    """Write a run's certificate. One that certifies something is never written over: by another one
-    it is moved, with its page, to certificate-N.json, and one that certifies nothing is then
-    written beside it."""
+    """Write a run's certificate. A certificate that certifies something is never overwritten:
+    another one moves it, with its page, to certificate-N.json, and one that certifies nothing is
+    written next to it."""
     new = certificate.to_json()
     path = folder / FILE
     known = {
@@ -239,7 +241,7 @@ def _needed(on: Calibration, setting: Decoder, row: TriedSetting) -> int | None:
 
 
 def _drawn(on: Calibration, folder: Path) -> str:
-    """Return how the prompts were chosen, and what is left out by that."""
+    """Return a description of how the prompts were chosen."""
     config = on.config
     said = "at random"
     if config.ids:
@@ -326,11 +328,12 @@ def plan(
     pilot: int = PILOT,
     progress: Progress = silent,
 ) -> Plan:
-    """Estimate the cost of certificates from a `pilot` of fresh prompts, which are then used up.
-    For each setting: how many calibration prompts it takes to certify it four times in five if it
-    loses what it lost in the pilot (at least a quarter of the limit), and how many target passes
-    and minutes, with all stricter settings and the target alone. Raises InputError as `certify`
-    does."""
+    """Estimate the cost of certificates from a `pilot` of unused prompts, which are then used up.
+
+    For each setting, return the number of prompts that certify it four times in five if it loses as
+    much as in the pilot (at least a quarter of the limit), and the target passes and minutes,
+    including all stricter settings and the target alone. Raises InputError as `certify` does.
+    """
     asked = replace(config, limit=pilot, ids=config.ids[:pilot])
     task = task_for(pair, task, progress)
     with calibration(pair, task, folder, asked, use="pilot", progress=progress) as on:

@@ -55,8 +55,7 @@ class Labels:
         return labelled
 
     def ask(self) -> None:
-        """Write the rows that are wanted to the file, if there are any, and raise InputError that
-        says so."""
+        """Write the missing rows to the file, if there are any, and raise InputError."""
         left = {id: row for id, row in self.wanted.items() if self._open(id)}
         if not left or self.path is None:
             return

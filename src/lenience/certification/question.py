@@ -49,8 +49,8 @@ HORIZON = 50
 
 @dataclass(frozen=True)
 class CertifyConfig:
-    """What a certificate is asked for. Everything is part of the question's name, so that another
-    value is another question, but for what says otherwise."""
+    """A question to certify. Every field is part of the question's identity, except where its doc
+    says otherwise."""
 
     rules: tuple[str, ...] = ()
     """Each stands for its settings from strict to lenient."""
@@ -134,8 +134,8 @@ class CertifyConfig:
         return Decoder.of(self.options)
 
     def chains(self, shared: Decoder | None = None) -> list[list[Decoder]]:
-        """Return whole decoders from strict to lenient, for each rule and then as they are given;
-        what they do not name is as in `shared`, or in the question's own options."""
+        """Return whole decoders from strict to lenient, for each rule and then for each given
+        chain; options that they do not name are those of `shared`, or of the question."""
         shared = shared or self.decoder
         chains = [
             [
@@ -189,8 +189,8 @@ class CertifyConfig:
 
     @property
     def least_accuracy(self) -> float:
-        """Return the lowest accuracy of the target that may be certified. A loss is a part of what
-        the target gets right, so a weak target would certify anything."""
+        """Return the lowest accuracy of the target that may be certified. A loss is a part of the
+        target's correct answers, so a weak target would certify anything."""
         return 0.0 if self.allow_weak_target else min(10 * self.max_drop, 0.5)
 
     @property
@@ -204,7 +204,7 @@ class CertifyConfig:
         return self.needs_references or task.by_degree
 
     def loss_of(self, task: Task) -> str:
-        """Return what is bounded, in words."""
+        """Return a description of the bounded loss."""
         of_task = {"disagreement": task.disagreement_is, "task": task.loss_is}
         return of_task.get(self.loss, LOSSES[self.loss])
 

@@ -145,7 +145,7 @@ class Binomial(Test):
 
 
 def _after(chances: NDArray, more: int, mean: float, size: int) -> NDArray:
-    """Return the chances of 0, 1, … losses, `size` of them, after so many more prompts."""
+    """Return the probabilities of 0, 1, … losses, `size` of them, after further prompts."""
     steps = binom.pmf(np.arange(size), more, mean)
     return np.pad(np.convolve(chances, steps), (0, size))[:size]
 
@@ -212,7 +212,7 @@ class Betting(Test):
     said = "a betting confidence sequence"
 
     def wealth(self, losses: NDArray, mean: float) -> NDArray:
-        """Return what a capital of 1 has come to after each of the losses […, n], by betting that
+        """Return the capital after each of the losses […, n], from a capital of 1 that bets that
         they are below `mean`."""
         return wealth(losses, mean)
 
@@ -263,9 +263,9 @@ SMALL = np.geomspace(1 / 256, 1, 14)
 
 
 def wealth(losses: NDArray, mean: float, stakes: NDArray = STAKES) -> NDArray:
-    """Return what a capital of 1 has come to after each of the losses […, n], by betting that they
-    are below `mean` on average; where they are not, it is a supermartingale, whatever the order and
-    the size of the losses in [0, 1]."""
+    """Return the capital after each of the losses […, n], from a capital of 1 that bets that their
+    mean is below `mean`. If it is not, the capital is a supermartingale, for any order and size of
+    losses in [0, 1]."""
     gains = (mean - np.asarray(losses, float)) / (1 - mean)  # −1 at a loss of 1
     with np.errstate(divide="ignore"):
         return sum(
@@ -309,10 +309,13 @@ def _first(holds: Callable[[float], bool], low: float) -> float:
 
 @dataclass
 class Alarm:
-    """Watches losses in [0, 1] for ever: the chance that it ever goes off while their mean is at
-    most `limit` is at most `alpha`. Where losses crowd, it bets anew with shares 1 / (k (k + 1)) of
-    its capital, so that a long good time does not hide a bad one that follows: whether it does is
-    told by what came before, so that what it has in all stays a supermartingale."""
+    """An alarm on losses in [0, 1] without end: while their mean is at most `limit`, the
+    probability that it ever rings is at most `alpha`.
+
+    If losses cluster, new bets start with shares 1 / (k (k + 1)) of its capital, so that a long
+    good time does not hide a later bad one. Earlier losses decide whether a bet starts, so the
+    total stays a supermartingale.
+    """
 
     limit: float
     alpha: float
@@ -347,7 +350,7 @@ class Alarm:
 
     @property
     def _of_each(self) -> NDArray:
-        """Return [starts]: what each start's capital of 1 has come to."""
+        """Return the capital [starts] of each start."""
         assert self.logs is not None
         return np.exp(np.minimum(self.logs, 600)).mean(1)
 

@@ -71,14 +71,15 @@ class Timed(Record):
 
 
 class TimedTurns(Record):
-    """What decoders that took turns on some prompts came to, and on which machine."""
+    """Timings of decoders that took turns on some prompts, with the machine."""
 
     machine: str
     timed: list[Timed]
 
 
 class Speeds(Record):
-    """What was certified, on prompts on which nothing was chosen, beside what loses nothing."""
+    """Speed of the certified setting compared with lossless decoding, on prompts on which nothing
+    was chosen."""
 
     machine: str
     certified: Timed
@@ -92,7 +93,7 @@ class Speeds(Record):
 
 
 def warm_up(pair: Pair, settings: Iterable[Decoder], prompt: str | Messages) -> None:
-    """Decode a little by each, so that no one's turn has what the first pass of a kind takes."""
+    """Decode a few tokens with each decoder, so that no timing includes a first pass."""
     for setting in settings:
         pair.generate(prompt, replace(setting, max_new_tokens=WARM_UP))
 

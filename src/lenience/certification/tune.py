@@ -65,7 +65,7 @@ FITTED = (Medusa, Blockwise, Eagle)
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """What is tried, and what the fastest must be certified for."""
+    """Settings to race, and the question for the fastest."""
 
     question: CertifyConfig
     """Its rules race, each with all its settings, beside strict decoding and the target alone."""
@@ -106,7 +106,7 @@ class RaceResult(Record):
 
 
 class Races(Record):
-    """races.json: what the races came to, on which machine."""
+    """races.json: results of the races, with the machine."""
 
     machine: str
     alone: RaceResult
@@ -121,7 +121,7 @@ class Races(Record):
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of it."""
+    """Result of tuning."""
 
     races: Races
     certificate: Certificate
@@ -136,16 +136,16 @@ def tune(
     config: TuneConfig,
     progress: Progress = silent,
 ) -> Tuned:
-    """Race settings on fresh prompts, which are used up by it, and certify what is fastest.
+    """Race settings on unused prompts, which are used up, and certify the fastest.
 
-    Each of a rule's settings from strict to lenient races at every window, stop and drafter; those
-    whose best is clearly slower than a stricter one's are left out. The chain that is certified
-    begins with the fastest lossless decoding. All that pass hold together; those that may be the
-    fastest of them are timed anew on prompts of their own, since a race of many on few prompts does
-    not tell them apart, and the fastest is certified, which is the lossless one where leniency
-    gains nothing. What it gains is told on the last prompts, on which nothing was chosen. What was
-    timed once on this machine stays, and what is certified once stays certified. Raises InputError
-    as `certify` does.
+    Each of a rule's settings from strict to lenient races at every window, stop and drafter; a
+    setting that is clearly slower than a stricter one is left out. The tested chain begins with the
+    fastest lossless decoding. All settings that pass hold jointly. Those that may be the fastest
+    are timed again on other prompts, since a race of many on few prompts does not separate them,
+    and the fastest is certified; the lossless one if leniency gains nothing. The gain is measured
+    on the last prompts, on which nothing was chosen.
+
+    Timings on this machine and certificates are kept. Raises InputError as `certify` does.
     """
     task = task_for(pair, task, progress)
     question = config.question
@@ -188,8 +188,8 @@ def _told(
     turns: _Turns,
     progress: Progress,
 ) -> Speeds:
-    """Return how fast what is certified is beside what is lossless; `passed` is what it was chosen
-    from."""
+    """Return the speed of the certified setting compared with the lossless one; `passed` are the
+    settings that it was chosen from."""
     strict = Decoder.parse(races.strict.setting)
     alone = Decoder.parse(races.alone.setting)
     timed = turns.take((certified, strict, alone), "timing", progress)
@@ -219,7 +219,7 @@ def _fast(lossless: RaceResult, chain: Iterable[RaceResult]) -> list[RaceResult]
 
 @dataclass(frozen=True)
 class _Contest:
-    """Who races, and on what."""
+    """Contestants and prompts of a race."""
 
     groups: list[list[Decoder]]
     """The target alone, strict decoding, and each setting of each chain, all but the first at every
@@ -272,7 +272,7 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
 
 
 def _races(pair: Pair, contest: _Contest, progress: Progress) -> Races:
-    """Return the races, or what they came to before."""
+    """Return the races, kept or run now."""
     path = contest.place / "races.json"
     if path.exists():
         before = Races.read(read_json(path), str(path))
@@ -292,7 +292,7 @@ def _races(pair: Pair, contest: _Contest, progress: Progress) -> Races:
 
 @dataclass(frozen=True)
 class _Turns:
-    """Decoders that take turns on some prompts; what they came to on this machine is kept."""
+    """Decoders that take turns on some prompts; their timings on this machine are kept."""
 
     pair: Pair
     path: Path
@@ -315,7 +315,7 @@ class _Turns:
         return dict(zip(settings, timed))
 
     def known(self, settings: Sequence[Decoder]) -> list[Timed] | None:
-        """Return what that came to before, None where they have not taken turns here."""
+        """Return the kept timings; None if the decoders have not taken turns here."""
         path = self._path(settings)
         turns = TimedTurns.read(read_json(path), str(path)) if path.exists() else None
         return turns.timed if turns and turns.machine == self.machine else None
@@ -474,9 +474,10 @@ def race(
 ) -> list[RaceResult]:
     """Return the fastest setting of each group, one prompt at a time on this machine.
 
-    In heats on a few prompts the slower ones of each group drop out; the rest decide on all other
-    prompts, whose seconds alone are told: what dropped out by luck would make those of a heat look
-    faster than they are. All take turns on each prompt, so that a machine's moods fall on all.
+    In heats on a few prompts the slower settings of each group drop out. The rest decide on all
+    other prompts, and only these seconds are reported, as dropouts by luck would make a heat's
+    seconds too small. All take turns on each prompt, so that changes of the machine's speed affect
+    all alike.
     """
     left = list(map(list, groups))
     first = 0

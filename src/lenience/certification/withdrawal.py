@@ -14,8 +14,8 @@ from lenience.runs.ledger import Ledger, Outcome
 
 
 def account(on: Calibration, folder: Path, certificate: Certificate) -> None:
-    """Put into the ledger what is certified, and withdraw what the tests contradict, wherever its
-    certificate lies."""
+    """Record the certified setting in the ledger, and withdraw certificates that the tests
+    contradict."""
     with on.ledger.held():
         if certificate.certified:
             on.ledger.keep(_outcome(on, folder, certificate, certificate.certified))
@@ -33,7 +33,7 @@ def _withdraw(on: Calibration, row: TriedSetting, now: Outcome) -> None:
 
 
 def mark(ledger: Ledger, folder: Path) -> None:
-    """Say in a folder's certificates which of them are withdrawn."""
+    """Mark the withdrawn certificates in a folder."""
     for path in (folder / FILE, *sorted(folder.glob("certificate-*.json"))):
         if path.exists():
             made = Certificate.read(read_json(path), str(path))
@@ -77,8 +77,8 @@ def _outcome(
 
 
 def _contradicts(row: TriedSetting, now: Outcome, earlier: Outcome) -> bool:
-    """Return whether a setting that did not pass now speaks against its earlier certificate: on
-    more prompts it has lost too much for what that says, were it asked by these alone."""
+    """Return True if a setting that did not pass now contradicts its earlier certificate: on more
+    prompts it has lost too much for that certificate's bound."""
     if (now.setting, now.binds) != (earlier.setting, earlier.binds):
         return False
     if now.key == earlier.key or now.n <= earlier.n:

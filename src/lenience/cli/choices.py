@@ -111,7 +111,7 @@ class Models:
         return options | {"template_options": given}
 
     def refuse_vllm(self, command: str) -> None:
-        """Raise InputError where vLLM is asked to do what it does not do for us."""
+        """Raise InputError for --engine vllm with a command that vLLM does not run."""
         if self.engine == "vllm":
             raise InputError(
                 f"--engine vllm: {command} runs in our own loop; generate, mine, "
@@ -214,8 +214,8 @@ def expected_tokens(options: Mapping[str, Any], task: Task | None = None) -> flo
 
 
 def crew_of(flags: MineFlags, models: Models, choice: TaskChoice) -> Crew | None:
-    """Return the workers that flags ask for; None for none. Raises InputError for what workers
-    cannot make anew."""
+    """Return the workers that the flags name; None without any. Raises InputError for settings that
+    workers cannot reproduce."""
     from lenience.mining.crew import ProcessCrew
     from lenience.mining.ray_crew import RayCrew
     from lenience.mining.work import WorkerPlan
@@ -244,8 +244,8 @@ def crew_of(flags: MineFlags, models: Models, choice: TaskChoice) -> Crew | None
 
 
 def local_grader(model: str) -> Grader:
-    """Return a model on this machine that compares answers. Raises InputError for what looks like a
-    server."""
+    """Load a model that compares answers on this machine. Raises InputError for a server's
+    address."""
     if re.match(r"[\w.-]+:\d+", model) and not Path(model).exists():
         raise InputError(
             f"--grader {model}: is a server's address; begin it with http://"
@@ -257,12 +257,12 @@ def local_grader(model: str) -> Grader:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder says what its models are."""
+    """Return True if a folder names its models."""
     return (folder / SETTINGS).is_file() or (folder / "run.json").is_file()
 
 
 def known_run(run: Path) -> Path:
-    """Return a folder that says what its models are. Raises InputError for another."""
+    """Return a folder that names its models. Raises InputError for another."""
     if not is_run(run):
         raise InputError(f"{run}: holds no run; lenience mine --out {run} makes one")
     return run
@@ -384,8 +384,8 @@ def models_of(run: Path, models: Models | None) -> Models:
 
 
 def remember(run: Path, models: Models, choice: TaskChoice) -> None:
-    """Write what a run's commands need not be told again into RUN/lenience.toml; local files by
-    where they are."""
+    """Write a run's models and task into RUN/lenience.toml for later commands; local files by their
+    absolute paths."""
     lines = ["# What the commands on this run take where no flag says otherwise."]
     for name, given in (
         ("models", _others_than_usual(models, KEPT)),
@@ -411,7 +411,7 @@ def remember(run: Path, models: Models, choice: TaskChoice) -> None:
 
 
 def _others_than_usual(models: Models, names: Iterable[str]) -> dict[str, Any]:
-    """Return what of some fields is not their default."""
+    """Return the fields that are not defaults."""
     given = {
         field.name: getattr(models, field.name)
         for field in fields(Models)
@@ -453,8 +453,8 @@ Section = TypeVar("Section", Models, TaskChoice)
 
 
 def _kept(run: Path, section: str, kind: type[Section]) -> Section:
-    """Return what RUN/lenience.toml says; the defaults where there is none. Raises InputError that
-    names what in it is wrong."""
+    """Return a section of RUN/lenience.toml, or the defaults. Raises InputError for wrong
+    content."""
     path = run / SETTINGS
     if not path.is_file():
         return kind()
@@ -476,8 +476,7 @@ def _kept(run: Path, section: str, kind: type[Section]) -> Section:
 
 
 def _kept_value(path: Path, key: str, value: Any) -> Any:
-    """Return what a line of RUN/lenience.toml says. Raises InputError where it is of a wrong
-    type."""
+    """Return the value of a line in RUN/lenience.toml. Raises InputError for a wrong type."""
     if key in SEVERAL:
         if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
             return tuple(value)

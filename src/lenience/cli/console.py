@@ -85,7 +85,7 @@ def with_bars(step: Callable[..., T], *args: Any, **named: Any) -> T:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it."""
+    """Return a time in words: seconds, minutes or hours."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return (

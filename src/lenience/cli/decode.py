@@ -117,7 +117,7 @@ def _as_json(out: Generation, prompt: Any) -> dict[str, Any]:
 
 
 def _one_of_its_problems(pair: Pair) -> str:
-    """Return what the built-in pair is asked where nothing is."""
+    """Return a problem of the built-in task, the default prompt."""
     if pair.name != "built-in":
         raise InputError("PROMPT: give a prompt, as an argument or on standard input")
     from lenience.tasks import WordMath

@@ -69,9 +69,9 @@ def show_race() -> tuple[Pair, list[dict[str, Any]]]:
 
 
 def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
-    """Run the live race, mine `fresh` samples on top of those that come with the pair, fit a judge,
-    find and certify what is fastest here, compare on `limit` held-out problems and write
-    OUT/report.html. Returns the figures."""
+    """Run the live race, mine `fresh` samples in addition to those that come with the pair, train a
+    judge, find and certify the fastest setting, compare on `limit` held-out problems and write
+    OUT/report.html. Return the figures."""
     began = time.perf_counter()
     check_folder(out)
     say(

@@ -130,8 +130,7 @@ class FitFlags:
         return "stop" if self.stop else "gate" if self.gate else "judge"
 
     def drafter_plan(self, run: Path) -> DrafterPlan:
-        """Return the drafter's heads that are asked for. Raises InputError for what does not go
-        together."""
+        """Return the plan of a drafter. Raises InputError for flags that exclude each other."""
         from lenience.training.fit_drafter import DrafterPlan
 
         assert self.drafter is not None and self.drafter != "skip"
@@ -209,14 +208,14 @@ class FitFlags:
         return numbers if "," in self.layers else numbers[0]
 
     def check_skip(self) -> None:
-        """Raise InputError for what does not go together with `drafter` skip."""
+        """Raise InputError for flags that `--drafter skip` excludes."""
         self._refuse_others(
             "drafter", what="what is fitted, and --drafter skip only looks"
         )
 
     def drawn(self) -> TreeSampling | None:
-        """Return how the tokens of a measured tree are drawn; None where they are chosen. Raises
-        InputError for what does not go together with `tree`."""
+        """Return the way in which the tokens of a measured tree are drawn; None if they are chosen.
+        Raises InputError for flags that `--tree` excludes."""
         from lenience.training.acceptance import TreeSampling
 
         ours = ("tree", "with_", "draw", "temperature")
@@ -243,7 +242,7 @@ class FitFlags:
                 raise InputError(f"--{flag}: is of {what}; leave it out")
 
     def plan(self, run: Path) -> HeadPlan:
-        """Return the head that is asked for. Raises InputError for what does not go together."""
+        """Return the plan of a head. Raises InputError for flags that exclude each other."""
         from lenience.heads.fitting import FitConfig
         from lenience.training.fit import HeadPlan
 

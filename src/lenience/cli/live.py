@@ -50,7 +50,7 @@ SETTINGS = (
 
 @dataclass
 class LiveColumn:
-    """A column: what one decoder has written so far, and the time it spent decoding."""
+    """A column of the race: one decoder's text so far, and its decoding time."""
 
     setting: LiveSetting
     steps: Iterator[Step]

@@ -65,8 +65,8 @@ def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
 
 
 def _usual(option: str) -> Any:
-    """Return what shows the default of an option of decoding, whose flag has none itself so that it
-    is known whether it was given."""
+    """Return a function that shows the default of a decoding option. The flag itself has none, so
+    that it is known whether it was given."""
     usual = default_options()[option]
     return bool(usual) and option not in OWN_DEFAULTS and (lambda _: usual)
 
@@ -120,8 +120,8 @@ class PromptFlags:
     """Print the wall-clock time per component. The prompt is answered once before, as a warm-up."""
 
     def many(self, prompt: str | None) -> list[GivenPrompt]:
-        """Return the prompts of a file, none where there is no file. Raises InputError for what
-        does not go together."""
+        """Return the prompts of a file; none without a file. Raises InputError for flags that
+        exclude each other."""
         from lenience.cli.prompts import prompts_in
 
         if self.batch_size < 1:
@@ -193,8 +193,8 @@ class MineFlags:
     the estimated cost. A later run without --plan continues from the pilot."""
 
     def config(self) -> MineConfig:
-        """Return what is mined. Raises InputError for what is wrong with it, before models are
-        loaded."""
+        """Return the settings of the mining run. Raises InputError for wrong flags, before models
+        are loaded."""
         from lenience.mining.forecast import PILOT
         from lenience.mining.on_policy import check_policy
         from lenience.mining.search import MineConfig
@@ -232,7 +232,7 @@ class MineFlags:
 @Parameter(name="*")
 @dataclass
 class QuestionFlags:
-    """What is asked of a certificate, also after tuning."""
+    """Flags of a question to certify, also after tuning."""
 
     max_drop: float = 0.01
     """Largest allowed loss, as a fraction."""
@@ -285,8 +285,7 @@ class QuestionFlags:
         self._chains = tuple((one,) for one in settings) if self.each else (settings,)
 
     def question(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
-        """Return the question. Raises InputError for what is wrong with it, before models are
-        loaded."""
+        """Return the question. Raises InputError for wrong flags, before models are loaded."""
         from lenience.certification.question import CertifyConfig
 
         rules = self.rule
@@ -327,8 +326,7 @@ class CertifyFlags(QuestionFlags):
     servers: Servers = field(default_factory=Servers)
 
     def config(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
-        """Return the question. Raises InputError for what is wrong with it, before models are
-        loaded."""
+        """Return the question. Raises InputError for wrong flags, before models are loaded."""
         if self.pilot < 1:
             raise InputError(f"--pilot {self.pilot}: must be 1 or more")
         if self.servers.named:
@@ -353,7 +351,7 @@ class TuneFlags(QuestionFlags):
     """Maximum number of new tokens in an answer. Default: the task's own limit."""
 
     def config(self, run: Path) -> TuneConfig:
-        """Return what is tuned. Raises InputError for what is wrong with it, before models are
+        """Return the settings of tuning. Raises InputError for wrong flags, before models are
         loaded."""
         from lenience.certification.tune import WINDOWS, TuneConfig
         from lenience.decoding.auto_window import STOP_THRESHOLDS
@@ -429,8 +427,8 @@ class CompareFlags:
     servers: Servers = field(default_factory=Servers)
 
     def config(self, options: Mapping[str, Any]) -> CompareConfig:
-        """Return what is compared. Raises InputError for what is wrong with it, before models are
-        loaded."""
+        """Return the settings of the comparison. Raises InputError for wrong flags, before models
+        are loaded."""
         from lenience.evaluation.compare import DEFAULT_WINDOWS, CompareConfig
 
         check_limit(self.limit)
@@ -475,8 +473,8 @@ def read_ids(path: Path | None) -> tuple[str, ...]:
 
 
 def decoder_of(options: Mapping[str, Any]) -> Decoder:
-    """Return the decoder of flags, before the models are loaded. Raises InputError for what is
-    wrong with them."""
+    """Return the decoder of the flags, before models are loaded. Raises InputError for wrong
+    flags."""
     from lenience.decoding.decoder import Decoder
 
     with warnings.catch_warnings():

@@ -92,8 +92,8 @@ def prompts_in(path: Path) -> list[GivenPrompt]:
 
 
 def chat(pair: Pair, options: Mapping[str, Any]) -> None:
-    """Answer what is typed, line by line, until it ends. Through a chat template each answer knows
-    those before it; without one each line is a prompt by itself."""
+    """Answer typed lines until the input ends. With a chat template each answer follows the earlier
+    ones; without one each line is its own prompt."""
     from lenience.decoding.generation import Generation
 
     how = (
@@ -130,7 +130,7 @@ def chat(pair: Pair, options: Mapping[str, Any]) -> None:
 
 
 def _line() -> str | None:
-    """Return what is typed next; None at the end."""
+    """Return the next typed line; None at the end."""
     try:
         typed = input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):

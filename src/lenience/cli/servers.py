@@ -112,7 +112,7 @@ class Servers:
         )
 
     def say_used(self, pair: Any) -> None:
-        """Print what a run asked for."""
+        """Print the requests and tokens of a run."""
         usage = pair.client.usage
         cost = self._cost(usage.prompt_tokens, usage.completion_tokens)
         retries = pair.client.retries

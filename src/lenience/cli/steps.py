@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 
 def compile_pair(pair: Pair, wanted: bool | None, tokens: float) -> None:
-    """Read the models through exported graphs, if that is `wanted` or, where None is said, if they
-    are in the cache or can be made in less time than they save on as many new `tokens`."""
+    """Run the models through exported graphs if `wanted`. If `wanted` is None, do so if the graphs
+    are in the cache, or can be made in less time than they save on this number of new `tokens`."""
     from lenience.models.compile import (
         NEEDS_ONNX,
         compile_model,
@@ -95,7 +95,7 @@ def mine_run(
 
 
 def forecast_run(out: Path, labels: int) -> Forecast:
-    """Tell what mining so many important mismatches will take, and print it."""
+    """Estimate and print the cost of a number of important mismatches."""
     from lenience.mining.forecast import forecast
     from lenience.runs.journal import Journal
     from lenience.runs.record import mined_samples
@@ -141,7 +141,7 @@ def search_layers(pair: Pair, run: Path) -> list[Skipped]:
 def certify_run(
     pair: Pair, task: Task, run: Path, config: CertifyConfig
 ) -> Certificate:
-    """Certify, and print what came of it."""
+    """Certify, and print the result."""
     from lenience.certification.certify import certify
 
     certificate = with_bars(certify, pair, task, run, config)
@@ -150,7 +150,7 @@ def certify_run(
 
 
 def tune_run(pair: Pair, task: Task, run: Path, config: TuneConfig) -> Tuned:
-    """Tune, and print the races, the certificate and what is gained."""
+    """Tune, and print the races, the certificate and the gain."""
     from lenience.certification.tune import tune
 
     tuned = with_bars(tune, pair, task, run, config)
@@ -164,7 +164,7 @@ def tune_run(pair: Pair, task: Task, run: Path, config: TuneConfig) -> Tuned:
 def plan_run(
     pair: Pair, task: Task, run: Path, config: CertifyConfig, pilot: int
 ) -> Plan:
-    """Plan certificates with a pilot of so many prompts, and print what they would take."""
+    """Plan certificates with a pilot of this number of prompts, and print the estimate."""
     from lenience.certification.certify import plan
 
     planned = with_bars(plan, pair, task, run, config, pilot=pilot)

@@ -135,7 +135,7 @@ def found_by(task: Task) -> str:
 
 
 def planned(found: Forecast, run: str) -> str:
-    """Return what mining will take."""
+    """Return a sentence with the estimated cost of mining."""
     low, high = found.important_interval
     fewest, most = found.samples_interval
     to = f"{most:,}" if most else "many more"
@@ -211,7 +211,7 @@ def _rule_name(decoder: Decoder) -> str:
 
 
 def gained(tuned: Tuned) -> str:
-    """Return what a user gains by what was tuned, at which loss, and how sure that is."""
+    """Return a sentence with the gain of the tuned setting, its loss, and the uncertainty."""
     from lenience.decoding.options import Options
     from lenience.evaluation.names import setting_name
 
@@ -521,8 +521,8 @@ def _print_judge(head: Head, folder: Path) -> None:
 
 
 def print_curve(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the figures of a head by number of training samples, and what more samples would
-    bring."""
+    """Print a head's metrics by number of training samples, and the expected gain of more
+    samples."""
     from lenience.training.fit import CURVE_RECALL
 
     accepts = f"unimportant accepted at a recall of {CURVE_RECALL:g}"
@@ -546,7 +546,7 @@ def print_curve(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_skipped(found: Sequence[Skipped]) -> str:
-    """Return what leaving layers out is worth; gives the drafter that is worth most."""
+    """Print the value of skipping layers, and return the best drafter."""
     table = Table("layers left out", title="the target without layers as its draft")
     for column in ("tokens that agree", "window", "times the target alone"):
         table.add_column(column, justify="right")
@@ -612,8 +612,7 @@ def _print_distilled(metrics: Mapping[str, Any], folder: Path) -> None:
 
 
 def print_trees(found: Acceptance, path: Path) -> dict[str, float]:
-    """Return how often what is drafted is said, and what the best trees should keep by their
-    sizes."""
+    """Print acceptance rates and the best trees by size, and return the trees."""
     from lenience.drafting.trees.planning import best_shape
 
     table = Table("drafted before", *(f"rank {i + 1}" for i in range(4)), box=None)

@@ -358,7 +358,7 @@ def _headers(endpoint: Endpoint) -> dict[str, str]:
 
 
 def _refuse(endpoint: Endpoint, response: httpx2.Response) -> None:
-    """Raise what a status other than 200 means."""
+    """Raise the exception for a status other than 200."""
     status = response.status_code
     said = _said(response)
     if status in BUSY:

@@ -104,7 +104,7 @@ class Endpoint:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Return what identifies its requests, without keys."""
+        """Return the identity of its requests, without keys."""
         return {
             "url": self.url,
             "model": self.model,
@@ -119,7 +119,7 @@ class Endpoint:
 
 def _body(where: str, text: str) -> dict[str, Any]:
     """Return the further fields of requests. Raises InputError for text that is no JSON object, or
-    that sets what lenience sets."""
+    sets a reserved field."""
     try:
         body = json.loads(text)
     except ValueError as error:

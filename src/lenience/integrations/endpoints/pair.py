@@ -188,8 +188,8 @@ class ServedPair:
                 )
 
     def binding(self, decoder: Decoder) -> dict[str, Any]:
-        """Return the facts that a certificate binds: both endpoints with their requests and what
-        their servers report, and the user's claims."""
+        """Return the facts that a certificate binds: both endpoints with their requests and their
+        servers' descriptions, and the user's claims."""
         return {
             "engine": NAME,
             "models": {
@@ -214,7 +214,7 @@ class ServedPair:
     def generate(
         self, prompt: Prompt, decoder: Decoder | None = None, **options: Any
     ) -> Generation:
-        """Answer one prompt, as `Pair.generate` does; the server is asked anew each time."""
+        """Answer one prompt, as `Pair.generate` does. The server is asked each time."""
         decoder = (decoder or Decoder()).with_options(options)
         self.check(decoder)
         call = replace(
@@ -269,7 +269,7 @@ class ServedPair:
     def body(
         self, endpoint: Endpoint, prompt: Prompt, decoder: Decoder, number: int
     ) -> dict[str, Any]:
-        """Return the JSON of a request. What the endpoint's body sets comes last."""
+        """Return the JSON of a request. The endpoint's own body overrides other fields."""
         body: dict[str, Any] = {"model": endpoint.model or self._first_model(endpoint)}
         if endpoint.api == "chat":
             body["messages"] = self._messages(prompt)

@@ -55,8 +55,8 @@ def measure_speeds(
     rounds: int = 3,
     progress: Progress = silent,
 ) -> list[EndpointSpeed]:
-    """Return the speed of each endpoint. All endpoints take turns for some rounds, after a warm-up;
-    each round sends every prompt anew, as streams, with as many in flight as the pair allows."""
+    """Return the speed of each endpoint. All endpoints take turns for some rounds, after a warm-up.
+    Each round sends every prompt again, as streams, with as many in flight as the pair allows."""
     taken: dict[Endpoint, list[_Round]] = {endpoint: [] for endpoint in pair.endpoints}
     for endpoint in pair.endpoints:
         _round(pair, endpoint, prompts[:1], decoder)

@@ -63,8 +63,8 @@ def check_seams(seams: Iterable[tuple[Any, str, Sequence[str]]]) -> None:
 
 
 def check(server: ServedRule, config: Any) -> str:
-    """Raise InputError, by name, for what in a VllmConfig does not let the server's rules decide;
-    else what is said at the start."""
+    """Raise InputError for the first setting of a VllmConfig under which the server's rules cannot
+    decide; otherwise return the start message."""
     found = vllm_version()
     speculative = config.speculative_config
     rule = server.rule
@@ -135,7 +135,7 @@ def needs_draft_probs(rule: Rule) -> bool:
 
 
 def check_reads(rule: Rule) -> None:
-    """Raise InputError where a rule reads what vLLM does not keep."""
+    """Raise InputError for a rule that reads states or probabilities that vLLM does not keep."""
     if Parts.STATES in rule.needs.window:
         raise InputError(
             f"rule {rule}: reads the draft's states, which vLLM does not keep; train a "
@@ -150,7 +150,7 @@ def check_reads(rule: Rule) -> None:
 
 
 def check_rule(rule: AnyOf, config: Any) -> None:
-    """Raise InputError where vLLM lacks what a rule reads, or a head is of other models."""
+    """Raise InputError if vLLM lacks an input of the rule, or a head belongs to other models."""
     speculative = config.speculative_config
     check_reads(rule)
     if needs_draft_probs(rule) and speculative.draft_sample_method != "probabilistic":
@@ -216,7 +216,7 @@ def _folder(model: Any, load: Any) -> Path:
 def _check_certificate(
     server: ServedRule, certificate: Certificate, config: Any
 ) -> None:
-    """Raise InputError, by name, for what a server does not have as it was certified."""
+    """Raise InputError for the first setting of a server that differs from the certified one."""
     binds = certificate.binds
     speculative = config.speculative_config
     others = {
@@ -279,7 +279,7 @@ PLAIN = (
 
 
 def check_certified(certificate: Certificate, params: Any) -> None:
-    """Raise InputError, by name, for what a request does not have as it was certified."""
+    """Raise InputError for the first parameter of a request that differs from the certified one."""
     binds = certificate.binds
     plain = type(params)()
     config = binds["generation_config"]

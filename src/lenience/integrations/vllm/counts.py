@@ -27,8 +27,8 @@ class Counts:
 def put(
     output: Any, counts: Mapping[str, Counts], steps: Mapping[str, dict[str, Any]]
 ) -> None:
-    """Send the counts of requests, and perhaps what was said of their windows in this step, along
-    with a runner's output."""
+    """Send the counts of requests, and perhaps the decisions of this step, along with a runner's
+    output."""
     told: dict[str, dict[str, Any]] = {
         id: asdict(count) for id, count in counts.items()
     }
@@ -38,8 +38,7 @@ def put(
 
 
 def attach(result: Any, _scheduler: Any, _scheduled: Any, output: Any) -> None:
-    """Hand the counts on with each request's outputs, in the one field of vLLM's that takes what
-    others have to say."""
+    """Attach the counts to each request's outputs, in vLLM's field for data of extensions."""
     counts = getattr(output, KEY, None)
     if not counts:
         return
@@ -54,7 +53,7 @@ def attach(result: Any, _scheduler: Any, _scheduled: Any, output: Any) -> None:
 
 
 def observe(processor: Any, outputs: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Add what is new in the requests' counts to Prometheus's."""
+    """Add new counts of requests to Prometheus's."""
     seen: dict[str, dict[str, Any]] = processor.__dict__.setdefault(KEY, {})
     for output in outputs:
         counts = (output.kv_transfer_params or {}).get(KEY)

@@ -29,7 +29,7 @@ ENOUGH = 200
 
 
 class RequestSettings(NamedTuple):
-    """What requests that are judged together have in common."""
+    """Settings shared by requests that are judged in a batch."""
 
     rule: AnyOf
     temperature: float
@@ -39,7 +39,7 @@ class RequestSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """What the target said of a step's windows, those of all requests after one another: N drafted
+    """Outputs of the target for a step's windows, those of all requests concatenated: N drafted
     tokens in all."""
 
     ids: Sequence[str]
@@ -77,7 +77,7 @@ class Windows:
 
 @dataclass
 class KernelEdits:
-    """What vLLM's kernel must be told to come to the rules' verdicts."""
+    """Changes to the inputs of vLLM's kernel that lead it to the rules' verdicts."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     """Tokens to take, by rows of a step's windows."""
@@ -86,9 +86,9 @@ class KernelEdits:
     one."""
 
     def add(self, start: int, verdict: Verdict, greedy: bool, as_target: bool) -> None:
-        """Add what a window that begins at row `start` needs, where vLLM picks the target's token
-        in a `greedy` step, and the rule's next token may be `as_target` picks it. The token after a
-        window that is kept whole is vLLM's own, and so is one that the rule leaves open."""
+        """Add the changes for a window that begins at row `start`. In a `greedy` step vLLM picks
+        the target's token, and the rule's next token may be the same, `as_target`. vLLM itself
+        picks the token after a window that is kept whole, and one that the rule leaves open."""
         kept = verdict.num_accepted
         for i in verdict.path:
             if not (greedy and verdict.exact[i]):
@@ -101,8 +101,8 @@ class KernelEdits:
 
 
 def forced(logits: Tensor, orders: KernelEdits, rows: Tensor) -> Tensor:
-    """Return a copy of `logits` in which nothing but the ordered tokens can be taken; `rows` [N]
-    says where the windows' rows stand in it."""
+    """Return a copy of `logits` that allows only the ordered tokens; `rows` [N] are the windows'
+    rows in it."""
     logits = logits.clone()
     at = rows[torch.tensor(list(orders.tokens), device=rows.device)]
     tokens = torch.tensor(list(orders.tokens.values()), device=logits.device)
@@ -130,7 +130,7 @@ class Requests(Protocol):
 
 @dataclass
 class WindowDecider:
-    """What decides on one runner's windows."""
+    """Decides on one runner's windows."""
 
     requests: Requests
     server: ServedRule
@@ -181,8 +181,8 @@ class WindowDecider:
             self.steps = {}
 
     def orders(self, windows: Windows, greedy: bool) -> KernelEdits:
-        """Return what vLLM's kernel must be told to come to the rules' verdicts; `greedy` where the
-        whole step is, in which the kernel picks what the target would by itself."""
+        """Return the changes that lead vLLM's kernel to the rules' verdicts; `greedy` if the whole
+        step is, in which the kernel picks the target's token."""
         self.forget_finished()
         orders = KernelEdits()
         for setting, which in self._settings(windows).items():
@@ -200,8 +200,8 @@ class WindowDecider:
         return orders
 
     def _settings(self, windows: Windows) -> dict[RequestSettings, list[int]]:
-        """Return the requests that have a window and a rule that vLLM does not have itself, by what
-        they have in common."""
+        """Return the requests with a window and a rule other than vLLM's own, grouped by
+        settings."""
         found: dict[RequestSettings, list[int]] = defaultdict(list)
         for b, (id, n) in enumerate(zip(windows.ids, windows.lengths)):
             if not n:
@@ -218,7 +218,7 @@ class WindowDecider:
     def _verdicts(
         self, setting: RequestSettings, which: Sequence[int], windows: Windows
     ) -> list[Verdict]:
-        """Return what the rule says of some requests' windows."""
+        """Return the rule's verdicts on some requests' windows."""
         places, states = windows.places(which)
         tokens = windows.tokens[places].long()[:, :-1]
         lengths = torch.tensor(
@@ -292,7 +292,7 @@ class WindowDecider:
         return row
 
     def _count(self, id: str, verdict: Verdict) -> None:
-        """Count what is kept of a window, up to where the request ends."""
+        """Count the accepted tokens of a window, up to the end of the request."""
         params = self.requests.params(id)
         counts = self._counts(id)
         room = (params.max_tokens or 2**31) - self.rows[id].position
@@ -334,7 +334,7 @@ class WindowDecider:
             )
 
     def forget_finished(self) -> None:
-        """Drop what is known of requests that have ended."""
+        """Drop the state of finished requests."""
         for known in (self.rows, self.counts):
             for id in [id for id in known if id not in self.requests]:
                 del known[id]

@@ -54,7 +54,7 @@ OF_PAIR = (
 
 @dataclass(frozen=True)
 class EngineUse:
-    """What one vLLM is started for."""
+    """Purpose of one vLLM."""
 
     role: str
     """Model that answers."""
@@ -78,11 +78,9 @@ ALL_MEMORY = 0.9
 
 
 class VllmPair(Pair):
-    """A pair that vLLM decodes with: a vLLM for each window, started when it is first asked, and
-    for a model alone; they end with the pair or the process. `arguments` are vLLM's own.
-
-    Raises InputError, by name, for what vLLM cannot do as asked.
-    """
+    """A pair that vLLM decodes with: one vLLM for each window, started on first use, and one for a
+    model alone; they end with the pair or the process. `arguments` are vLLM's own. Raises
+    InputError for requests that vLLM cannot serve."""
 
     def __init__(self, pair: Pair, arguments: Mapping[str, Any]):
         super().__init__(pair.target, pair.draft, pair.name)
@@ -160,7 +158,7 @@ class VllmPair(Pair):
     def _answers(
         self, decoder: Decoder, prompts: list[list[int]], batch_size: int
     ) -> Iterator[tuple[int, Generation]]:
-        """Answer prompts, so many of them together."""
+        """Answer prompts, a number of them in a batch."""
         window = 0 if decoder.alone else int(decoder.window)
         kind = EngineUse(
             decoder.alone or "target", window, bool(window and decoder.temperature)
@@ -319,7 +317,7 @@ class VllmPair(Pair):
                 engine.abort_request(list(held))
 
     def _take(self, out: Any, asking: _OpenDialogues[T]) -> list[FinishedDialogue[T]]:
-        """Take what a step of vLLM's gave of an answer, and let its dialogue go on where that is
+        """Receive a vLLM step's output for an answer, and resume its dialogue if the answer is
         finished."""
         asked = asking.held[out.request_id]
         asked.add(out, self.target.vocab_size)
@@ -331,8 +329,8 @@ class VllmPair(Pair):
     def _ask(
         self, talk: ActiveDialogue[T], answer: Any, asking: _OpenDialogues[T]
     ) -> list[FinishedDialogue[T]]:
-        """Hand vLLM a dialogue's next question, and note that; gives what came of the dialogue
-        where there is none."""
+        """Send vLLM a dialogue's next request. Return the result of the dialogue if it has
+        ended."""
         question = talk.ask(answer)
         if question is None:
             return [talk.ended] if talk.ended else []
@@ -391,7 +389,7 @@ class _OpenRequest(Generic[T]):
     """Tokens of the answer so far."""
 
     def add(self, given: Any, vocab_size: int) -> None:
-        """Take what one step of vLLM's gave of the answer, and what it cost."""
+        """Receive one vLLM step's tokens, and their cost."""
         (part,) = given.outputs
         cost = self.talk.cost
         ids = self.question.ids
@@ -431,8 +429,8 @@ def _end(engine: Any) -> None:
 
 
 def _predicting() -> Any:
-    """Return what is asked of the draft: the log-probabilities of the likeliest tokens along a
-    prompt, two of them as one may be of no text, and one token more."""
+    """Return the sampling parameters of the draft's predictions: log-probabilities of the two most
+    probable tokens along a prompt, as one may have no text, and one new token."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -446,7 +444,7 @@ def _predicting() -> Any:
 
 
 def _stepped(engine: Any) -> list[Any]:
-    """Return what the next step of a vLLM gives, where it has anything to do."""
+    """Return the outputs of a vLLM's next step, if it has work."""
     return engine.step() if engine.has_unfinished_requests() else []
 
 
@@ -462,7 +460,7 @@ class _Answer:
         self.parts: list[str] = []
 
     def add(self, given: Any) -> None:
-        """Take what one step of vLLM's gave of it."""
+        """Receive one vLLM step's tokens."""
         (part,) = given.outputs
         tokens = list(part.token_ids)
         self.parts.append(part.text)
@@ -490,8 +488,8 @@ def _finish(part: Any, tokens: Sequence[int], reader: LM) -> Finish:
 def _step(
     tokens: list[int], told: Mapping[str, Any] | None, window: int, read: int
 ) -> Step:
-    """Return what a step kept: `tokens` after a window of which the rule says what is `told`, or of
-    which vLLM itself kept all but the last; `read` tokens were read beside the window."""
+    """Return a step: `tokens` after a window for which the rule decided `told`, or of which vLLM
+    itself kept all but the last; `read` tokens were read besides the window."""
     if told is None:  # decided by vLLM
         kept = max(0, len(tokens) - 1)
         exact = [True] * kept

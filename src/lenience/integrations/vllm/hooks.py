@@ -67,8 +67,8 @@ def wrap(
 
 
 def _configured(_result: None, config: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Check what is asked for as soon as a server's configuration is known. vLLM makes another one
-    of it for the draft."""
+    """Check a server's configuration as soon as it is known. vLLM makes a second one for the
+    draft."""
     server = served_rule.read(config.additional_config)
     model = config.model_config
     if server is not None and model is not None and model.runner_type != "draft":
@@ -101,7 +101,7 @@ def _requested(
 
 
 def _started(_result: None, wrapper: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Have a worker's runner decide by the rule, and say so."""
+    """Install the rule in a worker's runner, and print the start message."""
     config = wrapper.vllm_config
     server = served_rule.read(config.additional_config)
     if server is None:

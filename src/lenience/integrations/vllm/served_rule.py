@@ -36,7 +36,7 @@ ANY = "*"
 
 
 class PluginOptions(Record):
-    """What stands under "lenience" in --additional-config."""
+    """Options under "lenience" in --additional-config."""
 
     rule: str
     allow: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class PluginOptions(Record):
 
 @dataclass(frozen=True)
 class ServedRule:
-    """The rule that a server decodes by, and what its requests may ask for."""
+    """The rule of a server, and the changes that its requests may ask for."""
 
     rule: AnyOf
     allow: tuple[AnyOf, ...]
@@ -114,8 +114,8 @@ class ServedRule:
 
 
 def read(additional: object) -> ServedRule | None:
-    """Return what the server's --additional-config or LENIENCE_RULE asks for; None where neither
-    does. Raises InputError where it cannot be done, or where LENIENCE_FORBID=1 forbids it."""
+    """Return the server's rule from --additional-config or LENIENCE_RULE; None without either.
+    Raises InputError for an impossible rule, or if LENIENCE_FORBID=1 forbids it."""
     options = additional.get(KEY) if isinstance(additional, Mapping) else None
     named = os.environ.get(VARIABLE)
     if options is None and not named:
@@ -186,7 +186,7 @@ def is_vllms(rule: AnyOf) -> bool:
 
 
 def dial_of(extra_args: object) -> object:
-    """Return what a request's vllm_xargs ask for; None where they ask for nothing."""
+    """Return the dial in a request's vllm_xargs; None without one."""
     return extra_args.get(KEY) if isinstance(extra_args, Mapping) else None
 
 

@@ -110,8 +110,7 @@ class Sampling:
         return output
 
     def decide(self, given: dict[str, Any], hidden: Tensor) -> None:
-        """Change, in copies, what vLLM's kernel is given, so that it comes to the rules'
-        verdicts."""
+        """Change copies of the kernel's inputs so that it arrives at the rules' verdicts."""
         windows = Windows(
             ids=self.runner.input_batch.req_ids,
             tokens=given["draft_token_ids"],
@@ -155,7 +154,7 @@ def _decides(what: Sampling) -> Iterator[None]:
 
 
 def install(runner: Any, server: ServedRule) -> None:
-    """Have a runner's windows decided by what the server asks for."""
+    """Let the server's rule decide on a runner's windows."""
     if not hasattr(runner, "rejection_sampler"):
         return  # a rank of a pipeline that samples nothing
     for head in (head for rule in server.rules for head in rule.heads):

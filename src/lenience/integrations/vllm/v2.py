@@ -137,8 +137,8 @@ class Sampling:
         return output
 
     def decide(self, given: dict[str, Any], hidden: Tensor) -> None:
-        """Change, in copies, what vLLM's kernel is given for a part of a step, so that it comes to
-        the rules' verdicts."""
+        """Change copies of the kernel's inputs for a part of a step so that it arrives at the
+        rules' verdicts."""
         target = given["target_logits"]
         drafted = given["draft_sampled"]
         states = hidden[self.read : self.read + len(target)]
@@ -196,7 +196,8 @@ class Sampling:
         return windows, at
 
     def _probs(self, given: dict[str, Any], at: Tensor, vocabulary: int) -> Tensor:
-        """Return [N, V]: what the draft drew the tokens of rows `at` from; it keeps logits."""
+        """Return the distributions [N, V] that the draft drew the tokens of rows `at` from; the
+        draft keeps logits."""
         slots = given["expanded_idx_mapping"][at]
         steps = given["expanded_local_pos"][at]
         logits = given["draft_logits"][slots, steps].float()
@@ -218,8 +219,8 @@ _runners: list[Sampling] = []
 
 
 def install(runner: Any, server: ServedRule) -> None:
-    """Have a runner's windows decided by what the server asks for, as soon as it has loaded its
-    model. Raises InputError then where rows do not stand where rules look for them."""
+    """Let the server's rule decide on a runner's windows, as soon as the runner has loaded its
+    model. Raises InputError then if rows are not laid out as rules expect."""
     for head in (head for rule in server.rules for head in rule.heads):
         _ = head.head  # read now, as it was checked
     load = runner.load_model
