@@ -250,7 +250,7 @@ def test_no_prompt_is_used_twice(llama: Pair, task: Echo, tmp_path: Path) -> Non
     first = min(mined)
     with pytest.raises(InputError, match=f"prompt {first}: has been used for mining"):
         certify(llama, task, tmp_path, question(max_drop=0.1, ids=(first,)))
-    with pytest.raises(InputError, match="'train-9999': task 'echo' has no such one"):
+    with pytest.raises(InputError, match="'train-9999': task 'echo' has no such prompt"):
         certify(llama, task, tmp_path, question(ids=("train-9999",)))
     certify(llama, task, tmp_path, question(limit=50, max_drop=0.15))  # what is left
     spent = r"used: 112 for calibration, 30 for mining, 10 for \w+, 8 for window"
@@ -814,7 +814,7 @@ def test_prompts_that_another_runs_head_was_fitted_on_are_left_out(
     assert used and used <= {f"train-{i}" for i in range(40, 160)}
     shutil.copytree(old / "judge", tmp_path / "alone" / "judge")
     with pytest.raises(
-        InputError, match=r"no run\.json, journal\.jsonl or uses\.jsonl lies beside it"
+        InputError, match=r"no run\.json, journal\.jsonl or uses\.jsonl lies next to it"
     ):
         certify(
             llama,

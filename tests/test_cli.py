@@ -391,7 +391,7 @@ def test_the_whole_path_on_a_users_own_pair_and_task(
         fit.stderr.split()
     )
     few = fitted["important"] < 100
-    assert few == ("so learn from about" in " ".join(fit.stderr.split()))
+    assert few == ("so mine about" in " ".join(fit.stderr.split()))
     shown = {row["threshold"] for row in fitted["thresholds"]}
     listed = [
         line

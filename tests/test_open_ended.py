@@ -601,8 +601,8 @@ def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
     assert [row.human.wins for row in again.rows if row.human] == [grades.wins]
     for content, message in (
         ({"page": "other", "grades": {"0": "tie"}}, "belongs to another page"),
-        ({"page": name, "grades": {"0": "best"}}, "a grade is left, tie or right"),
-        ({"page": name, "grades": {"99": "tie"}}, "a grade is left, tie or right"),
+        ({"page": name, "grades": {"0": "best"}}, "a grade must be left, tie or right"),
+        ({"page": name, "grades": {"99": "tie"}}, "a grade must be left, tie or right"),
         ({"page": name, "grades": {}}, "no pair is graded yet"),
         (["tie"], "is not what the page saves"),
     ):
@@ -612,9 +612,9 @@ def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         take_grades(out, tmp_path / "none.json")
     assert f"lenience grade {out} --take FILE" in html
-    with pytest.raises(InputError, match="is not in"):
+    with pytest.raises(InputError, match="is missing in"):
         write_page(out, ["topk:9"])
-    with pytest.raises(InputError, match="would not take what was graded on it"):
+    with pytest.raises(InputError, match="a new page would lose its grades"):
         write_page(out)
 
 
