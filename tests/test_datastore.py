@@ -266,7 +266,7 @@ def test_the_command_and_its_refusals(
             llama.generate("w1", drafter=spec)
     np.save(out / "suffixes.npy", np.zeros(1, np.int32))
     (out / "datastore.json").touch()
-    with pytest.raises(InputError, match="not of the different corpora"):
+    with pytest.raises(InputError, match="come from different corpora"):
         llama.generate("w1", drafter=f"datastore:{out}")
 
 

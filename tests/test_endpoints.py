@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,10 @@ import pytest
 from lenience.certification.audit import Audit, AuditConfig, LivePrompt, audit
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
+from lenience.cli.choices import Models
+from lenience.cli.decode import generate
+from lenience.cli.options import PromptFlags
+from lenience.cli.servers import Servers
 from lenience.core.errors import InputError, RunError
 from lenience.decoding.decoder import Decoder
 from lenience.evaluation.compare import CompareConfig, compare
@@ -217,6 +222,28 @@ def test_a_lossless_change_is_certified_and_a_lossy_one_is_not(
     assert all(int(lost.reference) >= 0 for lost in made.lost)
     page = (tmp_path / "run" / "certificate.html").read_text()
     assert server.url in page and "1.0" in page
+
+
+def test_a_server_compared_with_itself_is_asked_for_both_answers(
+    server: Server, rows: Path, tmp_path: Path
+) -> None:
+    """Of two answers to the same sum one is wrong for each third sum, as by a server that is not
+    deterministic: a candidate that only repeats the reference's answers would lose nothing."""
+
+    def alternate(handler: Any, body: dict[str, Any]) -> bool:
+        text = body["messages"][-1]["content"]
+        body["fast"] = server.asked[text] % 2 == 1
+        return False
+
+    server.before = alternate
+    server.wrong = lambda number: number % 3 == 0
+    pair: Any = pair_of(server, "name=same")
+    config = CertifyConfig(settings=(("served:same; window=0",),), max_drop=0.05)
+    made = certify(pair, task(rows), tmp_path / "run", config)
+    row = made.tried[0]
+    assert row.accuracy != row.target_accuracy
+    twice = sum(times == 2 for times in server.asked.values())
+    assert twice >= 50  # the rest lose nothing, whatever the reference says
 
 
 def test_losses_are_those_of_the_server(
@@ -491,6 +518,35 @@ def test_the_command_fails_if_nothing_is_certified(
         assert done.returncode == 2 and why in done.stderr
 
 
+def test_generate_asks_every_server(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.wrong = lambda number: number == 3
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("What is 2+3?\nWhat is 3+4?\n")
+    same, fast = f"{server.url}; name=same", f"{server.url}; {FAST}"
+    servers = Servers(server.url, (same, fast), price="1,2")
+    generate(prompts=PromptFlags(prompts=prompts), servers=servers, json=True)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["id"], row["endpoint"], row["same_text"]) for row in told] == [
+        ("1", "reference", True), ("1", "same", True), ("1", "fast", True),
+        ("2", "reference", True), ("2", "same", True), ("2", "fast", False),
+    ]  # fmt: skip
+    generate("What is 2+3?", servers=servers)
+    shown = capsys.readouterr()
+    assert shown.out.count("the same text") == 2
+    assert "3 requests" in shown.err and "at --price" in shown.err
+    generate("What is 2+3?", servers=Servers(server.url))
+    assert "── reference" in capsys.readouterr().out
+    for refused, why in (
+        ({"flags": SimpleNamespace(rule="topk:2")}, "--rule: is the server's own"),
+        ({"prompts": PromptFlags(show=True)}, "--show: cannot be combined"),
+        ({"models": Models(target="x")}, "--target: cannot be combined"),
+    ):
+        with pytest.raises(InputError, match=why):
+            generate("What is 2+3?", servers=servers, **refused)
+
+
 def test_the_example_certifies(
     server: Server,
     rows: Path,
@@ -540,7 +596,7 @@ def test_a_prompts_loss_is_the_mean_over_its_draws(
     pair: Any = pair_of(server, FAST)
     config = CertifyConfig(
         settings=(("served:fast; window=0",),),
-        max_drop=0.2,
+        max_drop=0.1,
         draws=4,
         options={"temperature": 1.0, "seed": 8},
         limit=400,
@@ -552,6 +608,6 @@ def test_a_prompts_loss_is_the_mean_over_its_draws(
     wrong = sum(int(lost.id) % 10 == 0 for lost in made.lost)
     # each of these prompts has lost two draws of four
     assert row.losses == pytest.approx(wrong * 0.5)
-    assert row.losses / row.n == pytest.approx(0.05, abs=0.03)
+    assert wrong > 0
     with pytest.raises(InputError, match="greedy answers do not vary"):
         CertifyConfig(settings=(("served:fast",),), draws=2)

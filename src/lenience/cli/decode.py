@@ -18,7 +18,8 @@ from lenience.cli.options import (
     given,
     needs_draft,
 )
-from lenience.cli.prompts import prompt_of
+from lenience.cli.prompts import needed, prompt_of
+from lenience.cli.servers import Servers, served_answers
 from lenience.cli.steps import answer
 from lenience.cli.tables import print_answer, print_counts, print_profile
 from lenience.core.errors import InputError
@@ -39,9 +40,10 @@ def generate(
     run: Path | None = None,
     flags: GenerateFlags | None = None,
     models: Models | None = None,
+    servers: Servers | None = None,
     json: Json = False,
 ) -> None:
-    """Answer one prompt or many.
+    """Answer one prompt or many, by a pair of models or by servers (--reference).
 
     Parameters
     ----------
@@ -56,6 +58,16 @@ def generate(
     prompts = prompts or PromptFlags()
     many = prompts.many(prompt)
     given_prompt = None if many else prompt_of(prompt, prompts.messages)
+    if servers is not None and servers.named:
+        models = models or Models()
+        models.check_engine(has_servers=True)
+        own = {"run": run, "show": prompts.show, "profile": prompts.profile}
+        for name, value in own.items():
+            if value:
+                raise InputError(f"--{name}: cannot be combined with --reference")
+        asked = many or [("prompt", needed(given_prompt))]
+        _ask(servers, asked, options, models.system, json=json)
+        return
     models = _models_for(options, run, models)
     pair = models.load(
         needs_draft=needs_draft(decoder), tokens=len(many) * expected_tokens(options)
@@ -63,15 +75,15 @@ def generate(
     if many:
         _answer_many(pair, many, options, prompts.batch_size, json=json)
         return
-    asked = _one_of_its_problems(pair) if given_prompt is None else given_prompt
-    out, measured = answer(pair, asked, options, prompts.profile)
+    one = _one_of_its_problems(pair) if given_prompt is None else given_prompt
+    out, measured = answer(pair, one, options, prompts.profile)
     if prompts.show or not json:
         print_answer(pair, out, prompts.show)
     print_counts(out, picked=decoder.window == "auto" and not decoder.alone)
     if measured:
         print_profile(measured)
     if json:
-        whole = _as_json(out, asked)
+        whole = _as_json(out, one)
         if measured:
             whole["profile"] = {"cycles": measured.cycles, "seconds": measured.seconds}
         print_json(whole)
@@ -110,6 +122,37 @@ def _answer_many(
             print(f"── {id}\n{out.text}", flush=True)
 
 
+def _ask(
+    servers: Servers,
+    asked: list[GivenPrompt],
+    options: Mapping[str, Any],
+    system: str | None,
+    *,
+    json: bool,
+) -> None:
+    """Print each server's answers to prompts, and whether a candidate's text is the reference's."""
+    for name in ("rule", "window"):
+        if name in options:
+            raise InputError(
+                f"--{name}: is the server's own with --reference; set it there, or in body="
+            )
+    pair: Any = servers.pair(system)
+    answers = served_answers(pair, [prompt for _, prompt in asked], options)
+    for (id, prompt), outs in zip(asked, answers):
+        reference = outs[0][1]
+        for endpoint, out in outs:
+            is_same = out.text == reference.text
+            if json:
+                whole = _as_json(out, prompt) | {"endpoint": endpoint.name}
+                print_json({"id": id, **whole, "same_text": is_same})
+                continue
+            speed = len(out.tokens) / out.seconds
+            head = f"── {endpoint.name}, {id}: {len(out.tokens)} tokens, {speed:.0f} tokens/s"
+            same = is_same and out is not reference
+            print(f"{head}\n{'the same text' if same else out.text}", flush=True)
+    servers.say_used(pair)
+
+
 def _as_json(out: Generation, prompt: Any) -> dict[str, Any]:
     trace = [[entry.token, entry.origin, entry.score] for entry in out.trace]
     whole = {"prompt": prompt, **vars(out), "tokens_per_pass": out.tokens_per_pass}
@@ -119,7 +162,7 @@ def _as_json(out: Generation, prompt: Any) -> dict[str, Any]:
 def _one_of_its_problems(pair: Pair) -> str:
     """Return a problem of the built-in task, the default prompt."""
     if pair.name != "built-in":
-        raise InputError("PROMPT: give a prompt, as an argument or on standard input")
+        needed(None)
     from lenience.tasks import WordMath
 
     prompt = str(next(iter(WordMath().samples("test"))).prompt)

@@ -187,7 +187,7 @@ def certify(
         take(task, config.split, 1)
     answers = flags.pilot if flags.plan else config.num_prompts()
     if servers.named:
-        pair = _served(servers, models, run, config, task)
+        pair = _served(flags, models, run, config, task)
         remember(run, Models(), choice)
     else:
         drafts = needs_draft(decoder_of(given(decoding)))
@@ -207,7 +207,7 @@ def certify(
 
 
 def _served(
-    servers: Servers, models: Models, run: Path, config: CertifyConfig, task: Task
+    flags: CertifyFlags, models: Models, run: Path, config: CertifyConfig, task: Task
 ) -> Pair:
     """Return servers in the role of a pair. Prints the largest cost of a certificate, and how often
     the reference differs from itself."""
@@ -216,7 +216,8 @@ def _served(
 
     check_folder(run)
     run.mkdir(parents=True, exist_ok=True)
-    pair = servers.pair(models.system, run / STORE)
+    servers = flags.servers
+    pair = servers.pair(models.system, run / STORE, flags.claim)
     samples = take(task, config.split, FLOOR)
     servers.say_plan(config.num_prompts(), task, samples)
     alone = for_task(config.decoder, config.options, task).with_options(
@@ -298,11 +299,14 @@ def audit(
     )
     config.check()
     models = models or Models()
-    models.check_engine(flags.servers.named)
-    if flags.servers.named:
-        pair = flags.servers.pair(models.system, run / STORE)
+    servers = flags.servers
+    models.check_engine(servers.named)
+    if servers.named:
+        pair = servers.pair(models.system, run / STORE, flags.claim)
     else:
         pair = models_of(run, models).load(len(rows) * expected_tokens({}, task))
     state = audit_run(pair, task, run, rows, config, batch_size=flags.batch_size)
+    if servers.named:
+        servers.say_used(pair)
     if json:
         print_json({"run": str(run), **vars(state)})

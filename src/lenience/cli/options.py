@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from lenience.cli.servers import Servers
+from lenience.cli.servers import Claims, Servers
 from lenience.core.errors import InputError, reason
 from lenience.decoding.options import (
     Options,
@@ -323,6 +323,9 @@ class CertifyFlags(QuestionFlags):
     """Number of prompts in the pilot; they are used up."""
     fail_if_not_certified: Flag = False
     """End with exit status 1 if nothing is certified."""
+    claim: Claims = ()
+    """Fact about the servers that they do not report, such as 'vLLM 0.33, fly, eps 0.3'; it is
+    printed on the certificate as your word."""
     servers: Servers = field(default_factory=Servers)
 
     def config(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
@@ -393,6 +396,9 @@ class AuditFlags:
     """Number of prompts per batch."""
     seed: int = 0
     """Random seed for choosing prompts."""
+    claim: Claims = ()
+    """Fact about the servers that they do not report, such as 'vLLM 0.33, fly, eps 0.3'; it is
+    printed on the certificate as your word."""
     servers: Servers = field(default_factory=Servers)
 
 

@@ -39,6 +39,13 @@ def prompt_of(given: str | None, messages: Path | None) -> str | Messages | None
     return _text(Path(given[1:]), "PROMPT").rstrip("\n")
 
 
+def needed(prompt: str | Messages | None) -> str | Messages:
+    """Return a prompt. Raises InputError if none was given."""
+    if prompt is None:
+        raise InputError("PROMPT: give a prompt, as an argument or on standard input")
+    return prompt
+
+
 def _text(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8")

@@ -12,7 +12,12 @@ from lenience.cli.console import say, screen
 from lenience.core.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
+    from lenience.integrations.endpoints.endpoint import Endpoint
+    from lenience.integrations.endpoints.pair import ServedPair
     from lenience.integrations.endpoints.speed import EndpointSpeed
     from lenience.tasks import Sample, Task
 
@@ -21,10 +26,12 @@ STORE = "requests.jsonl"
 MILLION = 1_000_000
 FLOOR = 20
 """Number of prompts that the reference answers twice."""
+GROUP = Group("Servers", sort_key=3)
 Several = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
+Claims = Annotated[Several, Parameter(name="--claim", group=GROUP)]
 
 
-@Parameter(name="*", group=Group("Servers", sort_key=3))
+@Parameter(name="*", group=GROUP)
 @dataclass
 class Servers:
     reference: str | None = None
@@ -35,9 +42,6 @@ class Servers:
     cautious first. The same URL may be given again with another body."""
     in_flight: int = 32
     """Largest number of requests sent to a server at once."""
-    claim: Several = ()
-    """Fact about the servers that they do not report, such as 'vLLM 0.33, fly, eps 0.3'; it is
-    printed on the certificate as your word."""
     price: str | None = None
     """Prices per million tokens, PROMPT,COMPLETION, to print the cost."""
 
@@ -45,14 +49,21 @@ class Servers:
     def named(self) -> bool:
         return self.reference is not None or bool(self.candidate)
 
-    def pair(self, system: str | None, store: Path | None) -> Pair:
+    def pair(
+        self,
+        system: str | None,
+        store: Path | None = None,
+        claims: tuple[str, ...] = (),
+    ) -> Pair:
         """Return the endpoints in the role of a pair. Raises InputError for a missing or wrong
         endpoint."""
         from lenience.integrations.endpoints.endpoint import Endpoint
         from lenience.integrations.endpoints.pair import ServedOptions, ServedPair
 
-        self.check()
-        assert self.reference is not None
+        if self.reference is None:
+            raise InputError(
+                "--candidate: needs --reference, the server to compare with"
+            )
         if self.in_flight < 1:
             raise InputError(f"--in-flight {self.in_flight}: must be 1 or more")
         self.prices()
@@ -61,27 +72,19 @@ class Servers:
             Endpoint.parse(text, "--candidate", f"candidate-{number}")
             for number, text in enumerate(self.candidate, 1)
         ]
-        options = ServedOptions(self.in_flight, system, store, self.claim)
+        options = ServedOptions(self.in_flight, system, store, claims)
         with screen.status("asking the servers"):
             return cast("Pair", ServedPair(reference, others, options))
 
-    def check(self) -> None:
-        """Raise InputError if the reference or the candidates are missing."""
-        if self.reference is None:
-            raise InputError(
-                "--candidate: needs --reference, the server to compare with"
-            )
-        if not self.candidate:
-            raise InputError("--reference: needs --candidate, the server to compare")
-
     def settings(self) -> tuple[str, ...]:
-        """Return the candidates as settings, in their order."""
+        """Return the candidates as settings, in their order. Raises InputError if there is none."""
         from lenience.integrations.endpoints.endpoint import Endpoint
         from lenience.rules.baselines import SERVED
 
         if not self.named:
             return ()
-        self.check()
+        if not self.candidate:
+            raise InputError("--reference: needs --candidate, the server to compare")
         return tuple(
             f"{SERVED}{Endpoint.parse(text, '--candidate', f'candidate-{n}').name}; window=0"
             for n, text in enumerate(self.candidate, 1)
@@ -127,6 +130,23 @@ class Servers:
         if prices is None:
             return ""
         return f", {read * prices[0] + written * prices[1]:.2f} at --price"
+
+
+def served_answers(
+    pair: ServedPair, prompts: list[Any], options: Mapping[str, Any]
+) -> Iterator[list[tuple[Endpoint, Generation]]]:
+    """Yield each prompt's answers by all endpoints, the reference's first."""
+    from lenience.decoding.decoder import Decoder
+    from lenience.rules.baselines import SERVED
+
+    rules = ["target", *(f"{SERVED}{name}" for name in pair.candidates)]
+    columns = []
+    for endpoint, rule in zip(pair.endpoints, rules):
+        decoder = Decoder.of({**options, "rule": rule, "window": 0})
+        with screen.status(f"asking {endpoint.name}"):
+            columns.append(pair.generate_batch(prompts, decoder))
+    for row in zip(*columns):
+        yield list(zip(pair.endpoints, row))
 
 
 def print_floor(

@@ -261,9 +261,11 @@ class ServedPair:
         number: int = 0,
         repeat: int = 0,
     ) -> Call:
-        """Return the request for an answer; a `repeat` above 0 asks again for a known one."""
+        """Return the request for an answer; a `repeat` above 0 asks again for a known one. A name
+        is part of the key: a server that is compared with itself is asked for both answers."""
         body = self.body(endpoint, prompt, decoder, number)
-        key = request_key(self.identity(endpoint), {**body, "repeat": repeat})
+        asked = {**body, "name": endpoint.name, "repeat": repeat}
+        key = request_key(self.identity(endpoint), asked)
         return Call(endpoint, body, key)
 
     def body(
