@@ -250,7 +250,9 @@ def test_no_prompt_is_used_twice(llama: Pair, task: Echo, tmp_path: Path) -> Non
     first = min(mined)
     with pytest.raises(InputError, match=f"prompt {first}: has been used for mining"):
         certify(llama, task, tmp_path, question(max_drop=0.1, ids=(first,)))
-    with pytest.raises(InputError, match="'train-9999': task 'echo' has no such prompt"):
+    with pytest.raises(
+        InputError, match="'train-9999': task 'echo' has no such prompt"
+    ):
         certify(llama, task, tmp_path, question(ids=("train-9999",)))
     certify(llama, task, tmp_path, question(limit=50, max_drop=0.15))  # what is left
     spent = r"used: 112 for calibration, 30 for mining, 10 for \w+, 8 for window"

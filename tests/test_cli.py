@@ -184,7 +184,10 @@ def test_show_colours_without_losing_text() -> None:
             ["fit", "{tmp}", "--of", "topk:2"],
             "--of: names the rule that a stop learns from; give --stop",
         ),
-        (["fit", "{tmp}", "--stop", "--of", "target"], "--of target: rejects no tokens"),
+        (
+            ["fit", "{tmp}", "--stop", "--of", "target"],
+            "--of target: rejects no tokens",
+        ),
         (["fit", "{tmp}", "--stop", "--of", "topk"], "rule 'topk': topk needs k"),
         (
             ["compare", "--rule", "exact", "--stop", "confidence:2"],

@@ -189,7 +189,9 @@ def test_its_judge_and_its_stop_are_not_asked_of_another_pair(llama: Pair) -> No
             InputError, match="judge without a path belongs to the built-in pair"
         ):
             llama.generate("1 2 3", rule=rule)
-    with pytest.raises(InputError, match="this is another pair; name yours, head:RUN/stop, which"):
+    with pytest.raises(
+        InputError, match="this is another pair; name yours, head:RUN/stop, which"
+    ):
         llama.generate("1 2 3", stop="head@0.5")
 
 

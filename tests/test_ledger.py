@@ -418,7 +418,9 @@ def test_labels_are_asked_only_where_answers_differ(
     pair = Stub(
         llama, lambda prompt: order.setdefault(prompt, len(order)) in (3, 7, 11)
     )
-    with pytest.raises(InputError, match="without a reference; collect them with --ask-labels"):
+    with pytest.raises(
+        InputError, match="without a reference; collect them with --ask-labels"
+    ):
         certify(pair, Rows(900, None), tmp_path / "run", question())
     path = tmp_path / "labels.jsonl"
     asked = question(labels=path)

@@ -311,7 +311,9 @@ def test_failures_for_the_moment_are_tried_again_and_others_end(serve: Any) -> N
     with pytest.raises(RuntimeError, match="401"):
         Endpoint(server.url, wait=0.01).ask(ask)
     assert server.asked == 1
-    with pytest.raises(InputError, match=r"Connection refused.*check that the server runs"):
+    with pytest.raises(
+        InputError, match=r"Connection refused.*check that the server runs"
+    ):
         Endpoint("http://127.0.0.1:9/v1", wait=0.001)
     with pytest.raises(InputError, match="write URL or URL,model=NAME"):
         Endpoint(f"{server.url},temperature=1")
@@ -674,7 +676,10 @@ def test_prompts_that_are_too_long_are_named_or_left_out(
     asked = CertifyConfig(
         rules=("topk:2",), loss="disagreement", options={"max_new_tokens": 8}
     )
-    long = r"sample gsm-3: the prompt has 50\d\d tokens, .* or leave out long prompts \(--skip-long\)"
+    long = (
+        r"sample gsm-3: the prompt has 50\d\d tokens, .* or leave out long prompts "
+        r"\(--skip-long\)"
+    )
     with pytest.raises(InputError, match=long):
         certify(pair, task, tmp_path / "run", asked)
     with pytest.raises(InputError, match=long):

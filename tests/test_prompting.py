@@ -57,7 +57,10 @@ def test_many_prompts_are_answered_in_their_order(tmp_path: Path) -> None:
         (["--messages", "nowhere.json"], "--messages nowhere.json: cannot be read"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
         (["a", "--prompts", "x.txt"], "--prompts: replaces PROMPT"),
-        (["--prompts", "x.txt", "--show"], "cannot be combined with --show or --profile"),
+        (
+            ["--prompts", "x.txt", "--show"],
+            "cannot be combined with --show or --profile",
+        ),
         (
             ["--prompts", "x.txt", "--batch-size", "0"],
             "--batch-size 0: must be 1 or more",

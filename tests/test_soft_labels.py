@@ -224,7 +224,10 @@ def test_samples_that_the_head_has_learned_from_are_left_out(
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        (Decoder.of(rule="target"), "name a rule that decodes greedily and continues as the target does"),
+        (
+            Decoder.of(rule="target"),
+            "name a rule that decodes greedily and continues as the target does",
+        ),
         (
             Decoder.of(rule="ensemble:0.5"),
             "name a rule that decodes greedily and continues as the target does",

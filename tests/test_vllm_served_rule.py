@@ -234,7 +234,9 @@ def test_heads_that_do_not_fit_are_refused(
     refused(Inputs(("target",), layers=(-1,)), own, "train a judge without --layer")
     refused(target, {**own, "target": "another"}, "was trained for another target")
     refused(target, {**own, "draft": "another"}, "was trained for another draft")
-    refused(target, {**own, "tokenizer": "another"}, "was trained for another tokenizer")
+    refused(
+        target, {**own, "tokenizer": "another"}, "was trained for another tokenizer"
+    )
     refused(target, own, "LoRA", lora_config=object())
     allowed = judge_of(tmp_path / "allowed", target, own)
     server = served_rule.read(options(rule="exact", allow=[allowed]))

@@ -115,7 +115,10 @@ def test_a_lost_workers_samples_are_done_by_others(
 
     mine(pair, task, tmp_path, MineConfig(limit=40, batch_size=2), kill, crew)
     assert killed == [6, 20] and lines(tmp_path) == whole
-    assert "ended with status -9; other workers take its samples" in capsys.readouterr().err
+    assert (
+        "ended with status -9; other workers take its samples"
+        in capsys.readouterr().err
+    )
 
 
 DRIVER = """

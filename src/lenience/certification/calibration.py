@@ -154,14 +154,12 @@ class Calibration:
     def losses(self, decoder: Decoder, n: int, phase: str = "") -> NDArray:
         """Return the losses [n] in [0, 1] of a setting against the target alone; 0 if a label is
         missing. With several draws a prompt's loss is the mean over its draws."""
-        first = self._losses_of(decoder, n, phase)
-        further = [
-            self._losses_of(
-                decoder.with_options({"seed": decoder.seed + draw}), n, phase
-            )
-            for draw in range(1, self.config.draws)
-        ]
-        return np.mean([first, *further], 0)
+        return np.mean([self._losses_of(d, n, phase) for d in self._draws(decoder)], 0)
+
+    def _draws(self, decoder: Decoder) -> list[Decoder]:
+        """Return a setting with the seed of each draw."""
+        seeds = range(decoder.seed, decoder.seed + self.config.draws)
+        return [decoder.with_options({"seed": seed}) for seed in seeds]
 
     def _losses_of(self, decoder: Decoder, n: int, phase: str = "") -> NDArray:
         """Return the losses [n] of one draw."""
@@ -283,7 +281,7 @@ class Calibration:
             options=decoder.differing(self.decoder),
             n=tried.n,
             losses=round(float(lost), 9),
-            paired=int((losses == 1).sum()) if self.config.needs_references else None,
+            paired=self._paired(decoder, tried.n),
             upper_bound=2 * bound - 1 if net else bound,
             passed=tried.passed,
             hopeless=tried.futile,
@@ -292,6 +290,14 @@ class Calibration:
             target_accuracy=float(values(self.task, self._looked_at()).mean()),
             tokens_per_second=self.config.speeds.get(str(decoder)),
         )
+
+    def _paired(self, decoder: Decoder, n: int) -> float | None:
+        """Return how many of n prompts the target alone answers rightly: with several draws a mean
+        over them; None for a task without references."""
+        if not self.config.needs_references:
+            return None
+        lost = [self._losses_of(draw, n) == 1 for draw in self._draws(decoder)]
+        return int(lost[0].sum()) if len(lost) == 1 else float(np.mean(lost, 0).sum())
 
     def decoding_of(self, row: TriedSetting) -> Decoder:
         """Return the whole decoder that was tried."""
@@ -308,15 +314,17 @@ class Calibration:
         }
 
     def lost_samples(self, decoder: Decoder, n: int) -> list[LostSample]:
-        """Return the prompts on which quality was lost, with both answers."""
-        losses = self._losses_of(decoder, n).tolist()
-        lenient = self.answers(decoder, n)
-        rows = zip(self.prompts.rows, losses, self.beside(decoder, lenient), lenient)
-        return [
-            _side_by_side(sample, loss, alone, lenient)
-            for sample, loss, alone, lenient in rows
-            if loss > self.config.at_par and alone
-        ]
+        """Return the prompts on which quality was lost, with both answers: those of the first draw
+        that lost it."""
+        lost: dict[str, LostSample] = {}
+        for draw in self._draws(decoder):
+            losses = self._losses_of(draw, n).tolist()
+            lenient = self.answers(draw, n)
+            rows = zip(self.prompts.rows, losses, self.beside(draw, lenient), lenient)
+            for sample, loss, own, answer in rows:
+                if loss > self.config.at_par and own and sample.id not in lost:
+                    lost[sample.id] = _side_by_side(sample, loss, own, answer)
+        return list(lost.values())
 
     def gained_samples(self, decoder: Decoder, n: int) -> list[LostSample]:
         """Return the prompts, of those that the target has answered, on which it is wrong and a

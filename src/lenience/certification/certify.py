@@ -360,8 +360,9 @@ def _planned(
         needed = [*lenient, *filter(None, on.beside(setting, lenient))]
         decoded |= {(answer.setting, answer.id): answer for answer in needed}
         n = config.sample_size(losses, on.attempt.share, config.max_drop / 4)
-        passes = sum(answer.target_passes for answer in decoded.values()) / pilot
-        seconds = sum(answer.seconds or 0.0 for answer in decoded.values()) / pilot
+        each = config.draws / pilot
+        passes = sum(answer.target_passes for answer in decoded.values()) * each
+        seconds = sum(answer.seconds or 0.0 for answer in decoded.values()) * each
         lost = (2 * losses - 1).mean() if config.loss == "net" else losses.mean()
         yield PlannedSetting(
             rule=rule,

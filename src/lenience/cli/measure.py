@@ -187,8 +187,9 @@ def certify(
         take(task, config.split, 1)
     answers = flags.pilot if flags.plan else config.num_prompts()
     if servers.named:
+        models = models_of(run, models)
         pair = _served(flags, models, run, config, task)
-        remember(run, Models(), choice)
+        remember(run, models, choice)
     else:
         drafts = needs_draft(decoder_of(given(decoding)))
         tokens = 2 * answers * expected_tokens(config.options, task)
@@ -218,12 +219,13 @@ def _served(
     run.mkdir(parents=True, exist_ok=True)
     servers = flags.servers
     pair = servers.pair(models.system, run / STORE, flags.claim)
-    samples = take(task, config.split, FLOOR)
-    servers.say_plan(config.num_prompts(), task, samples)
+    samples = take(task, config.split, config.num_prompts())
+    most = config.options.get("max_new_tokens", task.max_new_tokens)
+    servers.say_plan(samples, config.draws, most)
     alone = for_task(config.decoder, config.options, task).with_options(
         {"rule": "target", "window": 0}
     )
-    pair.noise = print_floor(pair, task, samples, alone)
+    pair.noise = print_floor(pair, task, samples[:FLOOR], alone)
     return pair
 
 
@@ -302,7 +304,8 @@ def audit(
     servers = flags.servers
     models.check_engine(servers.named)
     if servers.named:
-        pair = servers.pair(models.system, run / STORE, flags.claim)
+        # nothing is taken from earlier answers: what has changed since would not be seen
+        pair = servers.pair(models_of(run, models).system, claims=flags.claim)
     else:
         pair = models_of(run, models).load(len(rows) * expected_tokens({}, task))
     state = audit_run(pair, task, run, rows, config, batch_size=flags.batch_size)

@@ -102,12 +102,14 @@ class Servers:
             ) from None
         return prompt / MILLION, answer / MILLION
 
-    def say_plan(self, prompts: int, task: Task, samples: list[Sample]) -> None:
-        """Print the most that a run can ask for."""
-        answers = prompts * (1 + len(self.candidate))
-        text = sum(len(str(sample.prompt)) for sample in samples) / max(1, len(samples))
+    def say_plan(self, samples: list[Sample], draws: int, max_new_tokens: int) -> None:
+        """Print the most that a run can ask for: `draws` answers to each sample from every server,
+        and one more from the reference to the first FLOOR samples."""
+        answers = draws * len(samples) * (1 + len(self.candidate))
+        answers += min(FLOOR, len(samples))
+        text = sum(len(str(sample.prompt)) for sample in samples) / len(samples)
         read = round(answers * text / 4)
-        written = answers * task.max_new_tokens
+        written = answers * max_new_tokens
         cost = self._cost(read, written)
         say(
             f"at most {answers:,} requests, about {read:,} prompt tokens and at most "

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lenience.core.errors import InputError
-from lenience.core.files import alone, built_in, read_json, write_json
+from lenience.core.files import alone, built_in, digest, read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.protocols import TrainedPart
 from lenience.decoding.decoder import Decoder
@@ -32,7 +32,7 @@ from lenience.evaluation.table import (
     machine,
     table,
 )
-from lenience.rules.baselines import BASELINES
+from lenience.rules.baselines import BASELINES, is_baseline, served
 from lenience.rules.settings import expand
 from lenience.runs.answers import Answer, Answers, for_task
 from lenience.runs.certificate import refuse_certified
@@ -214,9 +214,7 @@ class Comparison:
         self.shared = for_task(config.shared, config.options, task)
         baselines = BASELINES if pair.draft else ("target",)
         self.decoders = config.decoders(self.shared, baselines)
-        self.heads = {
-            path: head.head.fingerprint for path, head in config.heads().items()
-        }
+        self.heads = self._fingerprints([one.decoder for one in self.decoders])
         for compared in self.decoders:
             pair.check(compared.decoder)
         lacking = [sample.id for sample in self.samples if sample.reference is None]
@@ -228,6 +226,17 @@ class Comparison:
                 "accuracy needs references for all samples; without any, agreement "
                 "with the target is measured"
             )
+
+    def _fingerprints(self, decoders: Sequence[Decoder]) -> dict[str, str]:
+        """Return the fingerprints of what decoders' texts only name: heads by their paths, and
+        servers by their rules."""
+        heads = _by_path(decoders).items()
+        found = {path: head.head.fingerprint for path, head in heads}
+        for decoder in decoders:
+            if served(decoder.rule) is not None:
+                candidate = self.pair.binding(decoder)["candidate"]
+                found[str(decoder.rule)] = digest(candidate, sort_keys=True)
+        return found
 
     @contextmanager
     def folder(self, out: Path | None) -> Iterator[Path]:
@@ -274,13 +283,12 @@ class Comparison:
             out, self._asked() | {name: before[name] for name in GROWING}, path.name
         )
         had = list(map(Compared.of, before["settings"]))
-        joined = _by_path(compared.decoder for compared in had)
-        heads = {path: head.head.fingerprint for path, head in joined.items()}
+        heads = self._fingerprints([compared.decoder for compared in had])
         changed = [head for head in heads if heads[head] != before["heads"].get(head)]
         if changed:
-            raise InputError(
-                f"{out}: {changed[0]} was trained again since; name another folder"
-            )
+            is_server = is_baseline(changed[0])
+            what = "is another server or request" if is_server else "was trained again"
+            raise InputError(f"{out}: {changed[0]} {what} since; name another folder")
         self.decoders = [
             *had,
             *(compared for compared in self.decoders if compared not in had),
@@ -393,7 +401,8 @@ class Comparison:
         used = {"window": self.tuning_samples, "comparison": self.samples}
         lm = self.pair.target
         task = self.task
-        for run in {fitted_in(head) for head in self.config.heads().values()}:
+        runs = {fitted_in(head) for head in self.config.heads().values()}
+        for run in (None, *runs):
             ledger = Ledger(run, self.pair.fingerprints, self.config.home)
             for use, samples in used.items():
                 ledger.note(lm, samples, use=use, key="compare", task=task)

@@ -6,7 +6,7 @@ from lenience.core import spec
 from lenience.core.errors import InputError
 from lenience.core.protocols import Rule
 from lenience.rules.base import Term
-from lenience.rules.baselines import BASELINES
+from lenience.rules.baselines import is_baseline
 from lenience.rules.combine import AllOf, AnyOf, as_rule
 from lenience.rules.registry import RULES
 
@@ -50,4 +50,4 @@ def _part(text: str) -> AllOf:
 def terms(rule: str) -> tuple[Term, ...]:
     """Return the terms of a rule's spec, none for a model alone. Raises InputError as `parse_spec`
     does."""
-    return () if rule in BASELINES else parse_spec(rule).terms
+    return () if is_baseline(rule) else parse_spec(rule).terms

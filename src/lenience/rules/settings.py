@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lenience.core import spec
 from lenience.core.errors import InputError
 from lenience.rules.base import Term
-from lenience.rules.baselines import BASELINES
+from lenience.rules.baselines import is_baseline
 from lenience.rules.parsing import parse_spec
 from lenience.rules.registry import RULES
 
@@ -31,7 +31,7 @@ def expand(rules: Sequence[str], temperature: float) -> list[str]:
             expanded += [
                 setting for setting in grid() if _applies(setting, temperature)
             ]
-        elif rule in BASELINES:
+        elif is_baseline(rule):
             expanded.append(rule)
         else:
             expanded += _at_recalls(rule)

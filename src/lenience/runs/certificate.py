@@ -72,7 +72,7 @@ class TriedSetting(Record):
     """Options that differ from the question's."""
     n: int
     losses: float
-    paired: int | None = None
+    paired: float | None = None
     """On how many prompts the target was right and this is wrong; None where references are not
     asked for."""
     upper_bound: float

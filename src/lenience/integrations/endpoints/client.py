@@ -7,6 +7,7 @@ import json
 import random
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,17 +23,21 @@ from lenience.runs.journal import Journal
 
 ATTEMPTS = 8
 """Number of attempts of a request that a server answers with an error."""
+ASKED = 3
+"""Number of attempts to read a server's description of itself."""
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
 """Seconds before the second attempt, which double, and their maximum."""
 OUTAGE = 300.0
-"""Seconds for which a server may be unreachable before a run ends."""
+"""Seconds for which a server may be unreachable or overloaded before a run ends."""
 TIMEOUT = 600.0
 """Seconds for one answer."""
 CONNECT = 10.0
 """Seconds for a connection."""
 BUSY = (408, 429, 500, 502, 503, 504)
 """Statuses after which a request is sent again."""
+SPENT = "insufficient_quota"
+"""Code of an error with status 429 that does not pass."""
 SLOWER = 4.0
 """Factor of the best latency per token from which fewer requests are kept in flight."""
 
@@ -73,7 +78,10 @@ class Store:
         self._journal = None if path is None else Journal(path)
         self._known: dict[str, Reply] = {}
         for record in self._journal.resume() if self._journal else ():
-            self._known[record["key"]] = Reply(**record["reply"])
+            if "forgotten" in record:
+                self._drop(record["forgotten"])
+            else:
+                self._known[record["key"]] = Reply(**record["reply"])
 
     def get(self, key: str) -> Reply | None:
         return self._known.get(key)
@@ -84,6 +92,16 @@ class Store:
         self._known[key] = reply
         if self._journal:
             self._journal.write({"key": key, "reply": reply.to_json()})
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Remove answers that must be asked for again."""
+        self._drop(keys)
+        if self._journal:
+            self._journal.write({"forgotten": list(keys)})
+
+    def _drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._known.pop(key, None)
 
 
 @dataclass
@@ -111,7 +129,7 @@ class Flow:
     best: float = float("inf")
     """Lowest seconds per token so far."""
     down_since: float | None = None
-    """Time from which the server was unreachable; None while it answers."""
+    """Time from which the server was unreachable or overloaded; None while it answers."""
     free: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def __post_init__(self) -> None:
@@ -160,6 +178,8 @@ class Client:
         self._outage = outage
         self._first_wait = first_wait
         self._models: dict[Endpoint, str] = {}
+        self._tls = httpx2.create_ssl_context()  # takes 40 ms
+        self._asking = httpx2.Client(timeout=CONNECT, verify=self._tls)
 
     def run(self, calls: Sequence[Call]) -> Iterator[tuple[int, Reply]]:
         """Yield each reply with its call's number, as soon as it is there. Known ones come first.
@@ -171,6 +191,7 @@ class Client:
             if known is None:
                 left.append(number)
             else:
+                self._check_model(call.endpoint, known)
                 yield number, known
         if not left:
             return
@@ -193,19 +214,31 @@ class Client:
             worker.join(timeout=2)
 
     def ask(self, endpoint: Endpoint, path: str) -> Any:
-        """Return the JSON below an address; None if the server has none there. Raises InputError
-        for a server that is not there or refuses the key."""
-        try:
-            with httpx2.Client(timeout=CONNECT, headers=_headers(endpoint)) as client:
-                response = client.get(path)
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise InputError(
-                f"{endpoint.name} {endpoint.url}: no server answers ({first_line(error)})"
-            ) from None
+        """Return the JSON below an address; None if the server has none there. Asks again after an
+        error that may pass. Raises InputError for a server that is not there or refuses the
+        key."""
+        for attempt in range(ASKED):
+            last = attempt == ASKED - 1
+            try:
+                response = self._asking.get(path, headers=_headers(endpoint))
+                if last or response.status_code not in BUSY:
+                    break
+            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+                if last:
+                    raise InputError(
+                        f"{endpoint.name} {endpoint.url}: no server answers "
+                        f"({first_line(error)})"
+                    ) from None
+            time.sleep(self._first_wait * 2**attempt)
+        if response.status_code in BUSY:
+            raise RunError(
+                f"{endpoint.name} {endpoint.url}: status {response.status_code} for {path}; "
+                "run the command again when the server is ready"
+            )
         if response.status_code in (401, 403):
             raise InputError(
-                f"{endpoint.name} {endpoint.url}: refuses the API key; set {endpoint.key_env}, or "
-                "name key-env or key-file"
+                f"{endpoint.name} {endpoint.url}: refuses the API key; name its variable "
+                "(key-env=VAR) or its file (key-file=PATH)"
             )
         try:
             return response.json() if response.status_code == 200 else None
@@ -238,7 +271,9 @@ class Client:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx2.Timeout(TIMEOUT, connect=CONNECT, pool=None)
         waiting = iter(left)
-        async with httpx2.AsyncClient(limits=limits, timeout=timeout) as client:
+        async with httpx2.AsyncClient(
+            limits=limits, timeout=timeout, verify=self._tls
+        ) as client:
 
             async def work() -> None:
                 for number in waiting:
@@ -259,7 +294,7 @@ class Client:
         self, client: httpx2.AsyncClient, call: Call, flow: Flow, stop: threading.Event
     ) -> Reply:
         """Return the reply to a call, sent again after errors that may pass."""
-        attempt = 0
+        attempt = failures = 0
         while True:
             wait = min(LONGEST_WAIT, self._first_wait * 2**attempt)
             wait *= random.uniform(0.75, 1.25)
@@ -270,27 +305,35 @@ class Client:
                 attempt += 1
                 self.retries += 1
                 wait = max(wait, again.after)
-                self._check_outage(call.endpoint, flow, again, attempt)
+                failures += not (again.unreachable or again.overloaded)
+                self._check_outage(call.endpoint, flow, again, failures)
             if stop.is_set():
                 raise RunError("the run has ended")
             await asyncio.sleep(wait)
 
     def _check_outage(
-        self, endpoint: Endpoint, flow: Flow, again: _Again, attempt: int
+        self, endpoint: Endpoint, flow: Flow, again: _Again, failures: int
     ) -> None:
-        """Raise RunError for a server that is down for too long, or keeps failing."""
+        """Raise RunError for a server that answers nothing for too long, or keeps failing."""
         where = f"{endpoint.name} {endpoint.url}"
         kept = "finished answers are kept; run the command again to resume"
-        if again.unreachable:
-            flow.down_since = flow.down_since or time.monotonic()
-            if time.monotonic() - flow.down_since > self._outage:
-                raise RunError(
-                    f"{where}: unreachable for {self._outage:.0f} s ({again}); {kept}"
-                )
-        elif again.overloaded:
+        if failures >= ATTEMPTS:
+            raise RunError(f"{where}: failed {failures} times ({again}); {kept}")
+        if again.overloaded:
             flow.refused()
-        elif attempt >= ATTEMPTS:
-            raise RunError(f"{where}: failed {attempt} times ({again}); {kept}")
+        if not (again.unreachable or again.overloaded):
+            return
+        state = "unreachable" if again.unreachable else "overloaded"
+        if flow.down_since is None:
+            flow.down_since = time.monotonic()
+            warnings.warn(
+                f"{where}: is {state} ({again}); waiting up to {self._outage:.0f} s",
+                stacklevel=2,
+            )
+        if time.monotonic() - flow.down_since > self._outage:
+            raise RunError(
+                f"{where}: {state} for {self._outage:.0f} s ({again}); {kept}"
+            )
 
     async def _send(self, client: httpx2.AsyncClient, call: Call, flow: Flow) -> Reply:
         endpoint = call.endpoint
@@ -304,13 +347,16 @@ class Client:
         )
         try:
             response = await client.send(request, stream=streams)
-            if response.status_code != 200:
-                await response.aread()
-                _refuse(endpoint, response)
-            if streams:
-                reply = await _streamed(response, began)
-            else:
-                reply = _reply(response.json(), time.perf_counter() - began)
+            try:
+                if response.status_code != 200:
+                    await response.aread()
+                    _refuse(endpoint, response)
+                if streams:
+                    reply = await _streamed(response, began)
+                else:
+                    reply = _reply(response.json(), time.perf_counter() - began)
+            finally:
+                await response.aclose()
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise _Again(
                 first_line(error) or "no connection", unreachable=True
@@ -361,7 +407,7 @@ def _refuse(endpoint: Endpoint, response: httpx2.Response) -> None:
     """Raise the exception for a status other than 200."""
     status = response.status_code
     said = _said(response)
-    if status in BUSY:
+    if status in BUSY and SPENT not in response.text:
         after = response.headers.get("retry-after", "")
         seconds = min(float(after), LONGEST_WAIT) if _is_number(after) else 0.0
         raise _Again(
@@ -425,7 +471,7 @@ async def _streamed(response: httpx2.Response, began: float) -> Reply:
     async for data in _events(response):
         if data == "[DONE]":
             ended = True
-            break
+            continue  # to the end, so that the connection can be used again
         last = json.loads(data)
         usage = last.get("usage") or usage
         for choice in last.get("choices") or ():

@@ -22,6 +22,8 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 """Environment variable of the API key, unless an endpoint names another."""
 RESERVED = ("messages", "prompt", "stream", "n")
 """Fields of a request that `body` must not set."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Hosts that are this machine."""
 OPTIONS = ("body", "model", "name", "api", "key-env", "key-file")
 """Options of an endpoint's spec."""
 
@@ -39,7 +41,8 @@ class Endpoint:
     body: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further fields of each request."""
     api: Api = "chat"
-    key_env: str = KEY_VARIABLE
+    key_env: str | None = None
+    """Environment variable of the API key; None for the usual one."""
     key_file: str | None = None
 
     @classmethod
@@ -80,7 +83,7 @@ class Endpoint:
             values.get("model"),
             _body(where, values.get("body", "{}")),
             api="completions" if values.get("api") == "completions" else "chat",
-            key_env=values.get("key-env", KEY_VARIABLE),
+            key_env=values.get("key-env"),
             key_file=values.get("key-file"),
         )
 
@@ -91,16 +94,25 @@ class Endpoint:
 
     @property
     def key(self) -> str | None:
-        """Return the API key, which no record holds. Raises InputError if its file cannot be
+        """Return the API key, which no record holds. The usual variable's key goes only over https
+        or to this machine, unless `key-env` names it. Raises InputError if its file cannot be
         read."""
         if self.key_file is None:
-            return os.environ.get(self.key_env)
+            if self.key_env is None and not self._is_private:
+                return None
+            return os.environ.get(self.key_env or KEY_VARIABLE)
         try:
             return Path(self.key_file).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
             raise InputError(
                 f"key-file {self.key_file}: cannot be read ({reason(error)})"
             ) from None
+
+    @property
+    def _is_private(self) -> bool:
+        """Return whether nobody in between can read a request."""
+        parts = urlsplit(self.url)
+        return parts.scheme == "https" or parts.hostname in LOOPBACK
 
     @property
     def record(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +38,13 @@ VOLATILE = (
     "uptime",
 )
 """Fields of a description that change without another setting."""
+SECRET = re.compile(
+    r"(?i)^token$|api_?key|secret|passw|credential|authorization|ssl_key"
+    r"|(auth|access|hf|bearer)_?token"
+)
+"""Names of fields that may hold a secret, which no record keeps."""
+CHECKED_EVERY = 10.0
+"""Seconds after which servers are asked again whether they are the same."""
 NOT_SENT = {
     "drafter": "model",
     "tree": "chain",
@@ -138,9 +147,13 @@ class ServedPair:
 
     def _reported(self, endpoint: Endpoint) -> dict[str, Any]:
         found = {
-            path: _stable(self.client.ask(endpoint, f"{endpoint.root}/{path}"))
+            path: _stable(
+                self.client.ask(endpoint, f"{endpoint.root}/{path}"), endpoint.key
+            )
             for path in REPORTS
         }
+        if isinstance(found["v1/models"], dict):
+            found["v1/models"] = _own_entry(found["v1/models"], endpoint.model)
         return {path: content for path, content in found.items() if content}
 
     def check_unchanged(self) -> None:
@@ -240,8 +253,9 @@ class ServedPair:
         batch_size: int | None = None,
         **options: Any,
     ) -> Iterator[tuple[int, Generation]]:
-        """Yield each answer with its prompt's number as soon as it is there. Servers are asked at
-        the end whether they are still the same."""
+        """Yield the answers with their prompts' numbers, in the order in which they arrive. Servers
+        are asked every ten seconds and at the end whether they are still the same. Only then the
+        answers before it are yielded; those of a server that has changed are forgotten."""
         decoder = (decoder or Decoder()).with_options(options)
         self.check(decoder)
         endpoint = self.endpoint_of(decoder)
@@ -249,16 +263,37 @@ class ServedPair:
             self.call(endpoint, prompt, decoder, number)
             for number, prompt in enumerate(prompts)
         ]
-        for number, reply in self.client.run(calls):
+        arrived: list[tuple[int, Reply]] = []
+        checked = time.monotonic()
+        for found in self.client.run(calls):
+            arrived.append(found)
+            if time.monotonic() - checked > CHECKED_EVERY:
+                yield from self._checked(calls, arrived, prompts)
+                arrived, checked = [], time.monotonic()
+        yield from self._checked(calls, arrived, prompts)
+
+    def _checked(
+        self,
+        calls: Sequence[Call],
+        arrived: Sequence[tuple[int, Reply]],
+        prompts: Sequence[Prompt],
+    ) -> Iterator[tuple[int, Generation]]:
+        """Yield answers that have arrived. Raises RunError, and forgets them, if a server has
+        changed."""
+        try:
+            self.check_unchanged()
+        except RunError:
+            self.client.store.forget([calls[number].kept_as for number, _ in arrived])
+            raise
+        for number, reply in arrived:
             yield number, _generation(reply, self.target.encode(prompts[number]))
-        self.check_unchanged()
 
     def call(
         self,
         endpoint: Endpoint,
         prompt: Prompt,
         decoder: Decoder,
-        number: int = 0,
+        number: int | None = None,
         repeat: int = 0,
     ) -> Call:
         """Return the request for an answer; a `repeat` above 0 asks again for a known one. A name
@@ -269,9 +304,14 @@ class ServedPair:
         return Call(endpoint, body, key)
 
     def body(
-        self, endpoint: Endpoint, prompt: Prompt, decoder: Decoder, number: int
+        self,
+        endpoint: Endpoint,
+        prompt: Prompt,
+        decoder: Decoder,
+        number: int | None = None,
     ) -> dict[str, Any]:
-        """Return the JSON of a request. The endpoint's own body overrides other fields."""
+        """Return the JSON of a request. The endpoint's own body overrides other fields. `number` is
+        the prompt's among many, each of which has a seed of its own; None for one prompt alone."""
         body: dict[str, Any] = {"model": endpoint.model or self._first_model(endpoint)}
         if endpoint.api == "chat":
             body["messages"] = self._messages(prompt)
@@ -285,7 +325,11 @@ class ServedPair:
         body["max_tokens"] = decoder.max_new_tokens
         body["temperature"] = decoder.temperature
         if decoder.temperature:
-            body["seed"] = decoder.seed_of(number)
+            body["seed"] = (
+                decoder.seed
+                if number is None
+                else _seed(decoder.seed_of(number), prompt)
+            )
         if decoder.stop_strings:
             body["stop"] = list(decoder.stop_strings)
         for name in ("top_p", "top_k"):
@@ -353,14 +397,32 @@ def _are_messages(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt)
 
 
-def _stable(content: Any) -> Any:
-    """Return a description without fields that change by themselves."""
+def _seed(seed: int, prompt: Prompt) -> int:
+    """Return a prompt's own seed: with one seed for all a server would draw every answer from the
+    same random numbers."""
+    return int(digest([seed, repr(prompt)], 4), 16) % 2**31
+
+
+def _own_entry(listed: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """Return a list of models with the one that is asked alone, as others come and go."""
+    models = listed.get("data")
+    if not isinstance(models, list):
+        return listed
+    named = [one for one in models if isinstance(one, dict) and one.get("id") == model]
+    return {**listed, "data": named if model else models[:1]}
+
+
+def _stable(content: Any, key: str | None) -> Any:
+    """Return a description without fields that change by themselves, and without secrets: fields
+    with such a name, and text with the API key in it."""
     if isinstance(content, dict):
         return {
-            name: _stable(value)
+            name: _stable(value, key)
             for name, value in content.items()
-            if name not in VOLATILE
+            if name not in VOLATILE and not SECRET.search(name)
         }
     if isinstance(content, list):
-        return [_stable(value) for value in content]
+        return [_stable(value, key) for value in content]
+    if isinstance(content, str) and key:
+        return content.replace(key, "…")
     return content

@@ -55,14 +55,17 @@ def measure_speeds(
     rounds: int = 3,
     progress: Progress = silent,
 ) -> list[EndpointSpeed]:
-    """Return the speed of each endpoint. All endpoints take turns for some rounds, after a warm-up.
-    Each round sends every prompt again, as streams, with as many in flight as the pair allows."""
+    """Return the speed of each endpoint. All endpoints take turns for some rounds, each time in
+    another order. Each round sends every prompt again, as streams, with as many in flight as the
+    pair allows. A first round fills the servers' caches of prompts and is not counted."""
     taken: dict[Endpoint, list[_Round]] = {endpoint: [] for endpoint in pair.endpoints}
     for endpoint in pair.endpoints:
-        _round(pair, endpoint, prompts[:1], decoder)
+        _round(pair, endpoint, prompts, decoder)
     total = rounds * len(taken)
     for turn in range(rounds):
-        for done, endpoint in enumerate(taken):
+        shift = turn % len(taken)
+        order = [*pair.endpoints[shift:], *pair.endpoints[:shift]]
+        for done, endpoint in enumerate(order):
             progress("timing", turn * len(taken) + done, total)
             taken[endpoint].append(_round(pair, endpoint, prompts, decoder))
     progress("timing", total, total)
