@@ -527,25 +527,25 @@ def test_generate_asks_every_server(
     prompts.write_text("What is 2+3?\nWhat is 3+4?\n")
     same, fast = f"{server.url}; name=same", f"{server.url}; {FAST}"
     servers = Servers(server.url, (same, fast), price="1,2")
-    generate(prompts=PromptFlags(prompts=prompts), servers=servers, json=True)
+    generate(prompts=PromptFlags(prompts=prompts, servers=servers), json=True)
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["id"], row["endpoint"], row["same_text"]) for row in told] == [
         ("1", "reference", True), ("1", "same", True), ("1", "fast", True),
         ("2", "reference", True), ("2", "same", True), ("2", "fast", False),
     ]  # fmt: skip
-    generate("What is 2+3?", servers=servers)
+    generate("What is 2+3?", prompts=PromptFlags(servers=servers))
     shown = capsys.readouterr()
     assert shown.out.count("the same text") == 2
     assert "3 requests" in shown.err and "at --price" in shown.err
-    generate("What is 2+3?", servers=Servers(server.url))
+    generate("What is 2+3?", prompts=PromptFlags(servers=Servers(server.url)))
     assert "── reference" in capsys.readouterr().out
     for refused, why in (
         ({"flags": SimpleNamespace(rule="topk:2")}, "--rule: is the server's own"),
-        ({"prompts": PromptFlags(show=True)}, "--show: cannot be combined"),
+        ({"run": tmp_path}, "--run: cannot be combined"),
         ({"models": Models(target="x")}, "--target: cannot be combined"),
     ):
         with pytest.raises(InputError, match=why):
-            generate("What is 2+3?", servers=servers, **refused)
+            generate("What is 2+3?", prompts=PromptFlags(servers=servers), **refused)
 
 
 def test_the_example_certifies(

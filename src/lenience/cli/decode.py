@@ -40,7 +40,6 @@ def generate(
     run: Path | None = None,
     flags: GenerateFlags | None = None,
     models: Models | None = None,
-    servers: Servers | None = None,
     json: Json = False,
 ) -> None:
     """Answer one prompt or many, by a pair of models or by servers (--reference).
@@ -58,7 +57,7 @@ def generate(
     prompts = prompts or PromptFlags()
     many = prompts.many(prompt)
     given_prompt = None if many else prompt_of(prompt, prompts.messages)
-    if servers is not None and servers.named:
+    if prompts.servers.named:
         models = models or Models()
         models.check_engine(has_servers=True)
         own = {"run": run, "show": prompts.show, "profile": prompts.profile}
@@ -66,7 +65,7 @@ def generate(
             if value:
                 raise InputError(f"--{name}: cannot be combined with --reference")
         asked = many or [("prompt", needed(given_prompt))]
-        _ask(servers, asked, options, models.system, json=json)
+        _ask(prompts.servers, asked, options, models.system, json=json)
         return
     models = _models_for(options, run, models)
     pair = models.load(

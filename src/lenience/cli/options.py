@@ -118,6 +118,7 @@ class PromptFlags:
     """Colour each token by its origin."""
     profile: Flag = False
     """Print the wall-clock time per component. The prompt is answered once before, as a warm-up."""
+    servers: Servers = field(default_factory=Servers)
 
     def many(self, prompt: str | None) -> list[GivenPrompt]:
         """Return the prompts of a file; none without a file. Raises InputError for flags that
