@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS, VOCABULARY, save_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lenience
@@ -49,8 +49,10 @@ def answers(alone: Pair) -> Answers:
 
 
 def counted(answers: Answers) -> list[int]:
-    """The most frequent tokens, EOS among them, the lower id first where two are as frequent."""
-    written = [token for _, answer in answers for token in answer]
+    """The most frequent tokens, EOS among them, the lower id first where two are as frequent. The
+    tenth that only measures is not counted."""
+    learned = answers[max(1, round(0.1 * len(answers))) :]
+    written = [token for _, answer in learned for token in answer]
     ranked = sorted(set(written), key=lambda token: (-written.count(token), token))
     others = [token for token in range(VOCABULARY) if token not in ranked]
     order = [0, *(token for token in [*ranked, *others] if token != 0)]
@@ -118,7 +120,7 @@ def test_a_cut_draft_is_a_model_folder(
     tokens = list(range(VOCABULARY))
     if vocabulary:
         tokens = counted(answers)
-        assert load_file(plan.out / FILE)["tokens"].tolist() == tokens
+        assert json.loads((plan.out / FILE).read_text())["tokens"] == tokens
         outside = sorted(set(range(VOCABULARY)) - set(tokens))
         assert bool((ours[..., outside] == -torch.inf).all())
     assert torch.allclose(ours[..., tokens], whole[..., tokens], atol=1e-5)
@@ -204,10 +206,12 @@ def test_wrong_layers_and_vocabularies_are_refused(
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"torn", "cannot be read"),
-        ({"tokens": torch.tensor([1.0])}, "no list of ids"),
-        ({"tokens": torch.tensor([1, VOCABULARY])}, "outside the vocabulary"),
-        ({"others": torch.tensor([1])}, "tokens"),
+        (b"torn", "broken"),
+        ({"tokens": [1.5]}, "no list of ids"),
+        ({"tokens": [1, VOCABULARY]}, "outside the vocabulary"),
+        ({"others": [1]}, "tokens"),
+        ({"tokens": ["a"]}, "cannot be read"),
+        ({"tokens": []}, "no list of ids"),
     ],
 )
 def test_a_broken_vocabulary_is_refused(
@@ -217,7 +221,7 @@ def test_a_broken_vocabulary_is_refused(
     if isinstance(content, bytes):
         (draft / FILE).write_bytes(content)
     else:
-        save_file(content, draft / FILE)
+        (draft / FILE).write_text(json.dumps(content))
     with pytest.raises(InputError, match=why) as told:
         lenience.load_pair(checkpoints("llama")[0], str(draft))
     assert "\n" not in str(told.value)

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lenience.core.errors import InputError, first_line
-from lenience.core.files import replacing
+from lenience.core.files import read_json, write_json
 
-FILE = "draft_vocab.safetensors"
-"""File in a model folder that lists the tokens of a draft vocabulary."""
+FILE = "draft_vocab.json"
+"""File in a model folder that lists the tokens of a draft vocabulary. Engines such as vLLM load
+every safetensors file in a folder as weights."""
 
 
 def most_frequent(
@@ -104,8 +103,7 @@ def save_whole(model: PreTrainedModel, others: Tensor, folder: Path) -> None:
     model.config.tie_word_embeddings = False
     try:
         model.save_pretrained(folder)
-        with replacing(folder / FILE) as new:
-            save_file({"tokens": small.tokens.cpu().contiguous()}, new)
+        write_json(folder / FILE, {"tokens": small.tokens.tolist()})
     finally:
         model.set_output_embeddings(cast(nn.Module, small))
         model.config.tie_word_embeddings = tied
@@ -118,13 +116,13 @@ def restrict_as_saved(model: PreTrainedModel, folder: Path) -> None:
     if not path.is_file():
         return
     try:
-        tokens = load_file(path)["tokens"]
-        if tokens.dtype != torch.long or tokens.dim() != 1 or not len(tokens):
+        tokens = torch.tensor(read_json(path)["tokens"])
+        if tokens.dtype != torch.long or tokens.dim() != 1:
             raise ValueError("its tokens are no list of ids")
         size = cast(Any, model.get_output_embeddings()).weight.shape[0]
         if int(tokens.min()) < 0 or int(tokens.max()) >= size:
             raise ValueError(f"it names ids outside the vocabulary of {size}")
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, LookupError, TypeError, ValueError) as error:
         raise InputError(
             f"{path}: cannot be read ({first_line(error)}); delete it to use the whole vocabulary"
         ) from None

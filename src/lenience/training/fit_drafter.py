@@ -102,13 +102,13 @@ def fit_to_answers(
     """Fit a drafter as `fit_drafter` does, to any of the target's own answers."""
     _check(pair, answers, plan)
     num_held_out = max(1, round(HELD_OUT * len(answers)))
-    held_out = answers[:num_held_out]
-    layers = _layers(pair.target, held_out, plan, progress)
-    tokens = _vocabulary(pair.target, answers, plan)
+    held_out, learned = answers[:num_held_out], answers[num_held_out:]
+    layers = _layers(pair.target, learned[:num_held_out], plan, progress)
+    tokens = _vocabulary(pair.target, learned, plan)
     if layers:
         cut = cut_draft(pair.target, layers, tokens)
         pair = Pair(pair.target, cut, pair.name)
-    parts = _Parts(answers[num_held_out:], held_out, tokens)
+    parts = _Parts(learned, held_out, tokens)
     fit = _fit(pair, parts, plan, progress)
     schedule = Schedule(plan.num_epochs, fit.rate)
     training = Training(
@@ -154,11 +154,11 @@ def _identity(pair: Pair, answers: Sequence[Answer], plan: DrafterPlan) -> str:
 
 
 def _layers(
-    target: LM, held_out: Sequence[Answer], plan: DrafterPlan, progress: Progress
+    target: LM, answers: Sequence[Answer], plan: DrafterPlan, progress: Progress
 ) -> tuple[int, ...]:
     """Return the layers that a draft model is cut out of; none for another drafter."""
     if isinstance(plan.layers, int):
-        return choose_layers(target, held_out, plan.layers, progress)
+        return choose_layers(target, answers, plan.layers, progress)
     return plan.layers or ()
 
 
