@@ -93,11 +93,18 @@ class Models:
     def check_engine(self, has_servers: bool) -> None:
         """Raise InputError for an engine that contradicts the servers."""
         if self.engine == "openai" and not has_servers:
-            raise InputError("--engine openai: name a server (--reference)")
-        given = {"target": self.target, "draft": self.draft}
-        given["engine vllm"] = "vllm" if self.engine == "vllm" else None
-        for flag, value in given.items():
-            if has_servers and value is not None:
+            raise InputError(
+                "--engine openai: name a server (--reference), for certify, compare, audit or "
+                "generate"
+            )
+        if not has_servers:
+            return
+        if self.engine == "vllm":
+            raise InputError("--engine vllm: cannot be combined with --reference")
+        for one in fields(self):
+            kept = one.name in ("engine", "system")
+            if not kept and getattr(self, one.name) != one.default:
+                flag = one.name.replace("_", "-")
                 raise InputError(f"--{flag}: cannot be combined with --reference")
 
     def loading(self) -> dict[str, Any]:

@@ -253,8 +253,8 @@ class QuestionFlags:
     """Statistical test of each setting: binomial (paired, disagreement), betting (the other losses)
     or hoeffding-bentkus. auto chooses by the loss."""
     limit: int | None = None
-    """Maximum number of prompts. Default: three fifths of --horizon. With a larger number a
-    finished question continues."""
+    """Maximum number of prompts. Default: three fifths of --horizon. Rerun with a larger
+    number to continue."""
     horizon: int | None = None
     """Number of prompts over which the error budget is spent. Default: 50 / --max-drop, and four
     times as many for --loss net and task. A smaller horizon decides sooner if there are few
@@ -269,21 +269,18 @@ class QuestionFlags:
     """File with the ids of the prompts to use, one per line."""
     split: str = "train"
     """Split of the task that prompts are drawn from."""
-    each: Flag = False
-    """Test every candidate server as a question of its own, with a shared error budget. Default: a
-    ladder in the order given, which ends at the first that does not pass."""
     allow_weak_target: Flag = False
-    """Certify although the target is right on fewer than ten times --max-drop of the prompts, where
-    any decoder can lose little."""
+    """Certify even if the target's accuracy is below ten times --max-drop. The bound then says
+    little."""
 
     def __post_init__(self) -> None:
         self._chains: tuple[tuple[str, ...], ...] = ()
 
-    def ask_about(self, settings: tuple[str, ...]) -> None:
-        """Ask about servers, by their settings."""
+    def ask_about(self, settings: tuple[str, ...], each: bool) -> None:
+        """Ask about servers, by their settings: one after another, or each in a test of its own."""
         if self.rule or self.threshold:
             raise InputError("--rule, --threshold: cannot be combined with --candidate")
-        self._chains = tuple((one,) for one in settings) if self.each else (settings,)
+        self._chains = tuple((one,) for one in settings) if each else (settings,)
 
     def question(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
         """Return the question. Raises InputError for wrong flags, before models are loaded."""
@@ -322,6 +319,9 @@ class CertifyFlags(QuestionFlags):
     nothing."""
     pilot: int = 40
     """Number of prompts in the pilot; they are used up."""
+    each: Flag = False
+    """Test every candidate server on its own, with a shared error budget. Default: in the order
+    given, up to the first that does not pass."""
     fail_if_not_certified: Flag = False
     """End with exit status 1 if nothing is certified."""
     claim: Claims = ()
@@ -334,7 +334,7 @@ class CertifyFlags(QuestionFlags):
         if self.pilot < 1:
             raise InputError(f"--pilot {self.pilot}: must be 1 or more")
         if self.servers.named:
-            self.ask_about(self.servers.settings())
+            self.ask_about(self.servers.settings(), self.each)
         return self.question(run, options)
 
 

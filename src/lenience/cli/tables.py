@@ -62,6 +62,7 @@ PARTS = {
 def print_certificate(run: Path, certificate: Certificate) -> None:
     """Print the settings that were tested and the certificate."""
     from lenience.evaluation.names import setting_name
+    from lenience.rules.baselines import is_baseline
 
     loss = certificate.loss
     limit = f"{certificate.max_drop:.2%}"
@@ -70,18 +71,16 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
     for column in ("window", "prompts", "losses", "bound, alone", "tokens/pass", ""):
         table.add_column(column, justify="right")
     for row in certificate.tried:
-        verdict = (
-            "passes" if row.passed else "given up" if row.hopeless else "does not pass"
-        )
+        is_server = is_baseline(row.rule)
         cells = [
-            str(row.window),
+            "–" if is_server else str(row.window),
             str(row.n),
             f"{row.losses:g}",
             f"{row.upper_bound:.2%}",
         ]
-        table.add_row(
-            escape(setting_name(row)), *cells, f"{row.tokens_per_pass:.2f}", verdict
-        )
+        cells.append("–" if is_server else f"{row.tokens_per_pass:.2f}")
+        verdict = row.verdict(certificate.max_drop)
+        table.add_row(escape(setting_name(row)), *cells, verdict)
     wide(100).print(table)
     if certificate.grading:
         say(graded(certificate.grading))
@@ -95,6 +94,11 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
         say(f"the certificate is withdrawn: {certificate.withdrawn}")
         return
     certified = certificate.certified
+    if certified and is_baseline(certified.rule):
+        servers = "--reference … --candidate …"
+        say(f"certified: {certified.rule}")
+        say(f"next: lenience audit {run} live.jsonl {servers}")
+        return
     if certified:
         use = f"use it as --rule certified:{run}"
         options = "".join(

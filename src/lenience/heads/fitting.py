@@ -316,6 +316,11 @@ def _check_enough(examples: Examples, config: FitConfig) -> None:
     groups = len(set(examples.samples[important].tolist()))
     if groups >= LEAST_SAMPLES and not important.all():
         return
+    if not len(examples):
+        raise InputError(
+            f"no labels to train a {config.role} on; if the run has mismatches, the target's "
+            "responses hold no answer: check --answer and --max-new-tokens"
+        )
     what, among = {
         "judge": ("important", "mismatches"),
         "stop": ("rejected", "tokens"),

@@ -87,6 +87,14 @@ class TriedSetting(Record):
     tokens_per_second: float | None = None
     """Speed in the race on the tuning machine; None without a race."""
 
+    def verdict(self, max_drop: float) -> str:
+        """Return how its test ended, in words."""
+        if self.passed:
+            return "passes"
+        if not self.hopeless:
+            return "does not pass"
+        return "too few prompts" if self.losses <= max_drop * self.n else "given up"
+
     def decoder(self, shared: Decoder) -> Decoder:
         """Return the whole decoder; options that the setting does not name are those of
         `shared`."""
