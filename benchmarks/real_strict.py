@@ -111,8 +111,8 @@ def answered(pair: Pair, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return each decoder's tokens per second and per pass over all answers, the speed-up over the
-    target alone and over `transformers`, and the number of identical answers."""
+    """Return each decoder's tokens per second and per pass over all answers, and the number of
+    answers that are the target's own."""
     by_decoder: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         by_decoder.setdefault(record["decoder"], []).append(record)
