@@ -171,10 +171,10 @@ class TaskChoice:
     ] = ()
     r"""Text that ends answers, with \n for a new line; may be repeated."""
     answer: str | None = None
-    """Way in which the answer is found in responses to JSON rows: number-after:MARKER, last-number,
+    """Method to extract the answer from responses to JSON rows: number-after:MARKER, last-number,
     boxed, choice, after:MARKER or regex:PATTERN."""
     same: str | None = None
-    """Way in which answers are compared: number, text, choice or math. Default: as fits
+    """Comparison of answers: number, text, choice or math. Default: as fits
     --answer."""
     prompt_field: str | None = None
     """Field of a row that holds the prompt. Default: prompt (text) or messages (chat)."""

@@ -85,9 +85,9 @@ class FitFlags:
     """Measure acceptance by rank and depth, from which --tree planned:16,path=RUN/tree.json is
     planned."""
     with_: Annotated[str | None, Parameter(name="--with")] = None
-    """Drafter that --tree measures. Default: the draft model."""
+    """Drafter to measure with --tree. Default: the draft model."""
     draw: Literal["with-replacement", "without-replacement"] | None = None
-    """Way in which tokens of the measured --tree are drawn, as in planned:16,draw=…"""
+    """Method to draw tokens of the measured --tree, as in planned:16,draw=…"""
     temperature: float | None = None
     """Sampling temperature for --draw. Default: 1."""
     heads: int | None = None

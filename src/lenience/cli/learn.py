@@ -88,7 +88,8 @@ def mine(
     models: Models | None = None,
     json: Json = False,
 ) -> None:
-    """Mine a task's training samples for important tokens. A stopped run resumes.
+    """Find the draft tokens that change the final answer, as training data for the judge. A stopped
+    run resumes.
 
     Parameters
     ----------

@@ -179,9 +179,9 @@ class MineFlags:
     """Write the target's answers without searching them, to train drafters on (fit --drafter) or
     measure trees (fit --tree). Needs no draft model."""
     policy: str | None = None
-    """Decoder whose answers are mined in place of the target's, such as 'judge:RUN/judge@0.99;
-    window=16': which of its leniently accepted tokens changed the answer. Use a new run folder; fit
-    --also takes it."""
+    """Decoder whose answers are mined instead of the target's, such as 'judge:RUN/judge@0.99;
+    window=16'. Labels tell which of its leniently accepted tokens changed the answer. Use a new run
+    folder; fit --also takes it."""
 
     workers: int | None = None
     """Number of worker processes, each with its own models and, if there are several, its own
@@ -326,7 +326,7 @@ class CertifyFlags(QuestionFlags):
     """End with exit status 1 if nothing is certified."""
     claim: Claims = ()
     """Fact about the servers that they do not report, such as 'vLLM 0.33, fly, eps 0.3'; it is
-    printed on the certificate as your word."""
+    printed on the certificate as stated by the user."""
     servers: Servers = field(default_factory=Servers)
 
     def config(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
@@ -399,7 +399,7 @@ class AuditFlags:
     """Random seed for choosing prompts."""
     claim: Claims = ()
     """Fact about the servers that they do not report, such as 'vLLM 0.33, fly, eps 0.3'; it is
-    printed on the certificate as your word."""
+    printed on the certificate as stated by the user."""
     servers: Servers = field(default_factory=Servers)
 
 

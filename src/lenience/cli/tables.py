@@ -266,7 +266,7 @@ def print_plan(plan: Plan) -> None:
         table.add_row(escape(short(row.rule)), *cells)
     wide(100).print(table)
     least = f"a setting that never loses anything takes {plan.least} prompts"
-    say(f"{least}; – needs more prompts than the test allows (--horizon)")
+    say(f"{least}; –: cannot be certified within --horizon")
 
 
 def print_mined(counts: MinedCounts, task: Task) -> None:
@@ -543,9 +543,8 @@ def print_curve(rows: Sequence[Mapping[str, Any]]) -> None:
         auc = whole["auc_out_of_fold"] - half["auc_out_of_fold"]
         accepted = whole["accepted"] - half["accepted"]
         say(
-            f"the last doubling brought {auc:+.3f} of AUC and {accepted:+.3f} of what "
-            "is accepted; "
-            f"{2 * whole['samples']} samples would rarely bring more than that"
+            f"doubling to {whole['samples']} samples changed the AUC by {auc:+.3f} and the "
+            f"accepted share by {accepted:+.3f}; doubling again usually changes less"
         )
 
 
@@ -680,4 +679,4 @@ def _is_chance(head: Head) -> bool:
 def _auc(head: Head) -> str:
     low, high = head.metrics["auc_interval"]
     auc = head.metrics["auc_out_of_fold"]
-    return f"AUC {auc:.3f} ({low:.3f}–{high:.3f}) on folds it was not fitted to"
+    return f"AUC {auc:.3f} ({low:.3f}–{high:.3f}) cross-validated"

@@ -125,7 +125,7 @@ def told_unread(keys: list[str]) -> str:
     """Return the unused keys as a phrase, with their likely meaning."""
     meant = next((key for key in USUAL["reference"] if key in keys), None)
     mend = f" (--reference-field {meant}?)" if meant else ""
-    return f"nothing reads its {', '.join(keys)}{mend}"
+    return f"unused keys: {', '.join(keys)}{mend}"
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
