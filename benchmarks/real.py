@@ -48,7 +48,7 @@ JUDGES: dict[str, list[str]] = {
     "mlp": ["--head", "mlp", "--tokens", "draft,previous"],
 }
 """Judges by name, with the flags of their training: AutoJudge's head and ours."""
-RULES = ("exact", "topk:2", "topk:3", "typical:0.3", "fuzzy:js@0.3", "random:0.3")
+RULES = ("exact", "topk:2", "fuzzy:js@0.3", "random:0.3")
 """Rules that need no training, on both sides of a loss of a few points."""
 RECALLS = ("0.9", "0.98")
 """Recalls at which each judge is compared."""

@@ -465,7 +465,7 @@ def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
 
     def stopping(what: str, done: float, total: float) -> None:
         seen.append((what, done))
-        if what.startswith("fitting") and done == 2:
+        if what.startswith("training") and done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -474,7 +474,7 @@ def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
     resumed = fit_drafter(
         llama, run, again, lambda what, done, total: seen.append((what, done))
     )
-    epochs = [done for what, done in seen if what.startswith("fitting")]
+    epochs = [done for what, done in seen if what.startswith("training")]
     assert epochs == [2, 3, 4, 5, 6]
     for name, tensor in resumed.tensors().items():
         torch.testing.assert_close(tensor, heads.tensors()[name])

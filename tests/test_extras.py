@@ -33,7 +33,7 @@ def test_a_comparison_without_extras_says_what_is_missing(tmp_path: Path) -> Non
     done = without_extras("compare", "--out", out, *short)
     assert done.returncode == 0, done.stderr
     assert (
-        "read through torch" in done.stderr
+        "decoding runs in PyTorch" in done.stderr
         and "pip install 'lenience[onnx]'" in done.stderr
     )
     assert "pip install 'lenience[plots]'" in done.stderr
