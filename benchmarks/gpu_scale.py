@@ -89,7 +89,7 @@ def commands(
     ]
     # the built-in graphs
     models += ["--compile", "--dtype", "float32"] if bench.toy else []
-    asked = ["--max-drop", largest, *(["--limit", "12"] if bench.toy else [])]
+    asked = ["--max-drop", largest, *(["--limit", "24"] if bench.toy else [])]
     judge = f"judge:{run / 'judge'}"
     rules = [
         "--rule",

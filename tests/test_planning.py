@@ -222,7 +222,7 @@ def test_the_command_measures_a_run(
     ).tokens
     for flags, match in {
         ("--tree", "--heads", "2"): "--heads: is of a head, and --tree fits none",
-        ("--with", "model"): "--with: is of what --tree measures",
+        ("--with", "model"): "--with: needs --tree",
         ("--draw", "with-replacement"): "--draw: is of what --tree measures",
         ("--tree", "--temperature", "1"): "give --draw too",
         (
