@@ -223,8 +223,8 @@ def test_the_command_measures_a_run(
     for flags, match in {
         ("--tree", "--heads", "2"): "--heads: is of a head, and --tree fits none",
         ("--with", "model"): "--with: needs --tree",
-        ("--draw", "with-replacement"): "--draw: is of what --tree measures",
-        ("--tree", "--temperature", "1"): "give --draw too",
+        ("--draw", "with-replacement"): "--draw: needs --tree",
+        ("--tree", "--temperature", "1"): "--temperature: needs --draw",
         (
             "--tree",
             "--draw",
@@ -232,7 +232,7 @@ def test_the_command_measures_a_run(
             "--temperature",
             "0",
         ): "must be above 0",
-        ("--drafter", "eagle", "--heads", "2"): "--heads: eagle has none",
+        ("--drafter", "eagle", "--heads", "2"): "--heads: drafter eagle has no heads",
         ("--tree", "--with", "ngram"): "--with ngram: proposes no trees",
     }.items():
         with pytest.raises(SystemExit) as ended:
