@@ -28,6 +28,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -185,7 +186,7 @@ def loss_of(model: PeftModel, rows: list[tuple[list[int], int]]) -> Tensor:
         wanted[row, prompt : len(tokens)] = True
     with torch.autocast("cpu", torch.bfloat16):
         # padding follows the tokens, so a causal mask is enough
-        inner = model.get_base_model()
+        inner: Any = model.get_base_model()
         states = inner.model(input_ids=ids).last_hidden_state  # [B, T, H]
         logits = inner.lm_head(states[:, :-1][wanted[:, 1:]])  # [N, V]
     return torch.nn.functional.cross_entropy(logits.float(), ids[:, 1:][wanted[:, 1:]])
