@@ -41,6 +41,7 @@ MINED = "160"
 COMPARED = "200"
 WINDOWS = ("8",)
 CERTIFIED_WINDOW = "8"
+TIMED = ("--timed", "11", "--repeats", "1")
 DROPS = ("0.01", "0.03")
 LENGTH = ("--max-new-tokens", "128")
 JUDGES: dict[str, list[str]] = {
@@ -120,9 +121,9 @@ def drafting(paths: Paths) -> list[Step]:
     fit = ("fit", paths.answers, "--drafter")
     mine = ("mine", "--answers-only", "--out", paths.answers)
     return [
-        Step("target", 0.7, made),
-        Step("answers", 0.2, lenience(*mine, *asked)),
-        Step("draft", 0.5, lenience(*fit, "model", *cut)),
+        Step("target", 0.01 if adapter else 0.7, made),
+        Step("answers", 0.1, lenience(*mine, *asked)),
+        Step("draft", 0.8, lenience(*fit, "model", *cut)),
         Step("eagle", 0.5, lenience(*fit, "eagle", "--draft-vocab", VOCABULARY)),
     ]
 
@@ -131,7 +132,7 @@ def judging(paths: Paths) -> list[Step]:
     """Return the steps of mining, judges, the comparison of rules, and certificates."""
     mined = [*paths.target, *paths.draft, *paths.task, *LENGTH, "--limit", MINED]
     made = [
-        Step("mine", 0.5, lenience("mine", "--out", paths.run, *mined)),
+        Step("mine", 0.2, lenience("mine", "--out", paths.run, *mined)),
         *(
             Step(
                 f"judge {name}",
@@ -146,9 +147,9 @@ def judging(paths: Paths) -> list[Step]:
         rules += [f"judge:{paths.judge(name)}@recall={recall}" for recall in RECALLS]
     asked = [flag for rule in rules for flag in ("--rule", rule)]
     asked += [flag for window in WINDOWS for flag in ("--window", window)]
-    compare = ("compare", "--run", paths.run, "--out", paths.work / "compared")
+    compare = ("compare", "--run", paths.run, "--out", paths.work / "compared", *TIMED)
     made.append(
-        Step("compare", 1.0, lenience(*compare, *asked, *LENGTH, "--limit", COMPARED))
+        Step("compare", 0.3, lenience(*compare, *asked, *LENGTH, "--limit", COMPARED))
     )
     rule = ("--rule", f"judge:{paths.judge('autojudge')}", "--split", "test")
     certify = ("certify", paths.run, *rule, "--window", CERTIFIED_WINDOW, *LENGTH)
