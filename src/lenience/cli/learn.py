@@ -73,8 +73,14 @@ def init(
     if settings.exists():
         raise InputError(f"{settings}: exists already; edit it, or name another folder")
     choice = choice_of(run, choice or TaskChoice())
-    choice.load()
-    remember(run, models_of(run, models), choice)
+    task = choice.load()
+    models = models_of(run, models)
+    if models.target is None and task.name != "wordmath":
+        say(
+            "no target is named: later commands use the built-in pair, which works on wordmath only; "
+            "give --target and --draft"
+        )
+    remember(run, models, choice)
     say(f"{settings} is written; next: lenience mine --out {quote(str(run))}")
     if json:
         print_json({"run": str(run), "settings": str(settings)})

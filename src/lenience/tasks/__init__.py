@@ -170,5 +170,9 @@ def take(task: Task, split: str, limit: int | None) -> list[Sample]:
         raise InputError(f"limit {limit}: must be 1 or more")
     samples = list(map(_named, islice(task.samples(split), limit)))
     if not samples:
-        raise InputError(f"task {task.name!r} has no samples in its split {split!r}")
+        rows = isinstance(task, JsonlTask) and split == "test"
+        mend = "; give 5 rows or more, or rows with a split" if rows else ""
+        raise InputError(
+            f"task {task.name!r} has no samples in its split {split!r}{mend}"
+        )
     return samples
