@@ -77,8 +77,8 @@ def init(
     models = models_of(run, models)
     if models.target is None and task.name != "wordmath":
         say(
-            "no target is named: later commands use the built-in pair, which works on wordmath only; "
-            "give --target and --draft"
+            "no target is named: later commands use the built-in pair, which works on "
+            "wordmath only; give --target and --draft"
         )
     remember(run, models, choice)
     say(f"{settings} is written; next: lenience mine --out {quote(str(run))}")
