@@ -544,7 +544,7 @@ def test_what_vllm_does_not_do_for_us_is_refused_by_name(
     ):
         with pytest.raises(InputError, match=message):
             in_vllm.generate("1", **options)
-    with pytest.raises(InputError, match="engine argument model: is the pair's"):
+    with pytest.raises(InputError, match="engine argument model: is set by the pair"):
         VllmPair(in_vllm, {"model": "other"})
 
 
