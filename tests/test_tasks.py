@@ -307,7 +307,7 @@ def test_rows_that_have_other_names_are_told_how_to_be_read(tmp_path: Path) -> N
         ({"prompt_field": "text"}, 'needs a "text"'),
         (
             {"prompt_field": "question"},
-            r"reads its answer \(--reference-field answer\?\)",
+            r"unused keys: answer \(--reference-field answer\?\)",
         ),
         ({"prompt_template": "{x}"}, "lacks 'x'.*it has question, answer"),
         ({"prompt_template": "{"}, "braces twice"),
