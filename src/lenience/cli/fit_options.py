@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 
 MOST_HEADS = 32
 """Largest number of heads of a drafter."""
+OF_DRAFTERS = (
+    "heads",
+    "distill",
+    "only_rejected",
+    "layers",
+    "draft_vocab",
+    "tune_target",
+    "epochs",
+)
+"""Flags that only a drafter reads."""
 
 
 @Parameter(name="*")
@@ -134,18 +144,8 @@ class FitFlags:
         from lenience.training.fit_drafter import DrafterPlan
 
         assert self.drafter is not None and self.drafter != "skip"
-        ours = (
-            "heads",
-            "distill",
-            "only_rejected",
-            "layers",
-            "draft_vocab",
-            "tune_target",
-            "epochs",
-            "out",
-            "seed",
-        )
-        self._refuse_others("drafter", *ours, what="another head than --drafter's")
+        ours = ("drafter", *OF_DRAFTERS, "out", "seed")
+        self._refuse_others(*ours, what="another head than --drafter's")
         if self.heads is not None and self.drafter in ("eagle", "model"):
             raise InputError(
                 f"--heads: drafter {self.drafter} has no heads; leave it out"
@@ -276,15 +276,7 @@ class FitFlags:
         )
 
     def _check(self) -> None:
-        for name in (
-            "heads",
-            "distill",
-            "only_rejected",
-            "layers",
-            "draft_vocab",
-            "tune_target",
-            "epochs",
-        ):
+        for name in OF_DRAFTERS:
             if getattr(self, name):
                 flag = name.replace("_", "-")
                 raise InputError(f"--{flag}: needs --drafter")

@@ -166,7 +166,7 @@ def print_floor(
     )
     say(
         f"the reference against itself on {len(both)} prompts: {texts} other texts, {answers} "
-        "other answers; losses of this size are the server's own"
+        "other answers; batching may cause a loss of up to this size"
     )
     return {"n": len(both), "other_texts": texts, "other_answers": answers}
 

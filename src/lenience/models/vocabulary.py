@@ -115,14 +115,15 @@ def restrict_as_saved(model: PreTrainedModel, folder: Path) -> None:
     path = folder / FILE
     if not path.is_file():
         return
+    content = read_json(path)
     try:
-        tokens = torch.tensor(read_json(path)["tokens"])
+        tokens = torch.tensor(content["tokens"])
         if tokens.dtype != torch.long or tokens.dim() != 1:
             raise ValueError("its tokens are no list of ids")
         size = cast(Any, model.get_output_embeddings()).weight.shape[0]
         if int(tokens.min()) < 0 or int(tokens.max()) >= size:
             raise ValueError(f"it names ids outside the vocabulary of {size}")
-    except (OSError, LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise InputError(
             f"{path}: cannot be read ({first_line(error)}); delete it to use the whole vocabulary"
         ) from None

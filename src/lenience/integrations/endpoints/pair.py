@@ -263,28 +263,37 @@ class ServedPair:
             self.call(endpoint, prompt, decoder, number)
             for number, prompt in enumerate(prompts)
         ]
+        store = self.client.store
+        kept = {call.kept_as for call in calls if store.get(call.kept_as)}
         arrived: list[tuple[int, Reply]] = []
         checked = time.monotonic()
         for found in self.client.run(calls):
             arrived.append(found)
             if time.monotonic() - checked > CHECKED_EVERY:
-                yield from self._checked(calls, arrived, prompts)
+                self._check_answers(calls, arrived, kept)
+                yield from self._generations(arrived, prompts)
                 arrived, checked = [], time.monotonic()
-        yield from self._checked(calls, arrived, prompts)
+        self._check_answers(calls, arrived, kept)
+        yield from self._generations(arrived, prompts)
 
-    def _checked(
+    def _check_answers(
         self,
         calls: Sequence[Call],
         arrived: Sequence[tuple[int, Reply]],
-        prompts: Sequence[Prompt],
-    ) -> Iterator[tuple[int, Generation]]:
-        """Yield answers that have arrived. Raises RunError, and forgets them, if a server has
-        changed."""
+        kept: set[str],
+    ) -> None:
+        """Raise RunError if a server has changed, and forget the answers that have arrived since
+        the last check. Those in `kept` are older and stay."""
         try:
             self.check_unchanged()
         except RunError:
-            self.client.store.forget([calls[number].kept_as for number, _ in arrived])
+            keys = {calls[number].kept_as for number, _ in arrived}
+            self.client.store.forget(sorted(keys - kept))
             raise
+
+    def _generations(
+        self, arrived: Sequence[tuple[int, Reply]], prompts: Sequence[Prompt]
+    ) -> Iterator[tuple[int, Generation]]:
         for number, reply in arrived:
             yield number, _generation(reply, self.target.encode(prompts[number]))
 
