@@ -1192,7 +1192,8 @@ def test_rows_that_two_processes_audit_at_once_count_once(
     one, other = (watching(tmp_path, llama, task, share=1.0) for _ in range(2))
     for row, prompt in enumerate(live):
         for watch in (one, other):
-            watch.see_row(prompt, "w47", row, before=0)
+            alone = llama.generate(prompt.prompt, rule="target")
+            watch.see_row(prompt, "w47", alone, row, before=0)
     assert one.state() == other.state()
     assert (one.state().audited, one.state().seen) == (8, 8)
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +61,7 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # else each answer waits 40 ms for an ACK
 
             def log_message(self, *_: object) -> None: ...
 
@@ -737,10 +739,18 @@ def test_an_audit_asks_servers_anew(server: Server, rows: Path, tmp_path: Path) 
     flags = CertifyFlags(max_drop=0.05, servers=servers)
     cli.certify(run, flags=flags, choice=choice)
     asked = server.asked.total()
-    lines = rows.read_text().splitlines()[:200]
-    live.write_text("".join(f"{line}\n" for line in lines))
+    lines = rows.read_text().splitlines()
+    meet = threading.Barrier(8)
+
+    def together(*_: object) -> bool:
+        meet.wait(timeout=30)  # broken where fewer than 8 requests are in flight
+        return False
+
+    server.before = together
+    live.write_text("".join(f"{line}\n" for line in lines[:64]))
+    servers = replace(servers, in_flight=8)
     cli.audit(run, live, flags=AuditFlags(share=1.0, servers=servers))
-    assert server.asked.total() >= asked + 200
+    assert server.asked.total() == asked + 128
 
 
 def test_a_run_keeps_its_models_when_servers_are_certified(

@@ -227,15 +227,19 @@ class Audit:
             self._unsaid += 1
         if _random.random() >= self.config.share:
             return None
-        return self._check(LivePrompt(prompt, reference, metadata or {}), text)
+        alone = self.pair.generate(prompt, self.alone)
+        return self._check(LivePrompt(prompt, reference, metadata or {}), text, alone)
 
-    def see_row(self, live: LivePrompt, text: str, row: int, before: int) -> State:
-        """Audit a lenient answer to a row of a file in any case; `before` prompts were seen before
-        the file."""
-        return self._check(live, text, _Row(row, live.content, before))
+    def see_row(
+        self, live: LivePrompt, text: str, alone: Generation, row: int, before: int
+    ) -> State:
+        """Audit a lenient answer to a row of a file, given the target's own answer `alone`.
+        `before` is the number of prompts seen before the file."""
+        return self._check(live, text, alone, _Row(row, live.content, before))
 
-    def _check(self, live: LivePrompt, text: str, row: _Row | None = None) -> State:
-        alone = self.pair.generate(live.prompt, self.alone)
+    def _check(
+        self, live: LivePrompt, text: str, alone: Generation, row: _Row | None = None
+    ) -> State:
         reference = self._gradable(live)
         loss = self._loss(replace(live, reference=reference), text, alone)
         with self._alone():
@@ -380,8 +384,9 @@ def audit(
         part = left[begin : begin + batch_size]
         asked = [prompts[row].prompt for row in part]
         outs = watch.pair.generate_batch(asked, watch.decoder, batch_size=batch_size)
-        for done, (row, out) in enumerate(zip(part, outs), begin + 1):
-            watch.see_row(prompts[row], out.text, row, before)
+        alone = watch.pair.generate_batch(asked, watch.alone, batch_size=batch_size)
+        for done, (row, out, own) in enumerate(zip(part, outs, alone), begin + 1):
+            watch.see_row(prompts[row], out.text, own, row, before)
             progress("auditing", again + done, len(chosen))
     watch.reach(before + len(prompts))
     return again

@@ -306,9 +306,11 @@ def audit(
     if servers.named:
         # nothing is taken from earlier answers: what has changed since would not be seen
         pair = servers.pair(models_of(run, models).system, claims=flags.claim)
+        batch_size = servers.in_flight
     else:
         pair = models_of(run, models).load(len(rows) * expected_tokens({}, task))
-    state = audit_run(pair, task, run, rows, config, batch_size=flags.batch_size)
+        batch_size = flags.batch_size
+    state = audit_run(pair, task, run, rows, config, batch_size)
     if servers.named:
         servers.say_used(pair)
     if json:
