@@ -17,14 +17,22 @@ from lenience.cli.options import Json
 from lenience.core.spec import template
 
 NARROWEST = 80
-"""Number of columns that a list takes at least."""
+"""Smallest width of a list, in columns."""
+SPEC_WIDTH = 28
+"""Number of columns after which the options of a spec go to the next line."""
+COMBINATIONS = {
+    "A|B": "Draft with both drafters, as one tree (SpecInfer, Miao 2023).",
+    "A>B": "Draft B's window with A's help, so that B runs fewer passes (Chen 2023).",
+    "A:N+B": "Draft the first N tokens with A and the later ones with B (Chen 2023).",
+}
+"""Drafters made of two others."""
 
 
 def rules(*, json: Json = False) -> None:
     """List the acceptance rules."""
     from lenience.rules.registry import RULES
 
-    _list("Acceptance rules", {"--rule": RULES}, "docs/rules.md", json)
+    _print("Acceptance rules", _rows({"--rule": RULES}), "docs/rules.md", json)
 
 
 def drafters(*, json: Json = False) -> None:
@@ -36,7 +44,12 @@ def drafters(*, json: Json = False) -> None:
         "--tree": TREES,
         "--stop": STOPS,
     }
-    _list("Drafters, trees and stop conditions", kinds, "docs/drafters.md", json)
+    rows = _rows(kinds)
+    single = sum(flag == "--drafter" for flag, _, _ in rows)
+    rows[single:single] = [
+        ("--drafter", spec, text) for spec, text in COMBINATIONS.items()
+    ]
+    _print("Drafters, trees and stop conditions", rows, "docs/drafters.md", json)
 
 
 def tasks(*, json: Json = False) -> None:
@@ -50,21 +63,29 @@ def tasks(*, json: Json = False) -> None:
     _print("Tasks", rows, "docs/tasks.md", json)
 
 
-def _list(
-    title: str, kinds: Mapping[str, Mapping[str, type]], docs: str, json: bool
-) -> None:
-    rows = [
+def _rows(kinds: Mapping[str, Mapping[str, type]]) -> list[tuple[str, str, str]]:
+    """Return the flag, the spec and the summary of each class."""
+    return [
         (flag, template(name, kind), summary(kind))
         for flag, registry in kinds.items()
         for name, kind in registry.items()
     ]
-    _print(title, rows, docs, json)
 
 
 def summary(kind: type) -> str:
     """Return the first sentence of a class's docstring."""
     first = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
     return re.split(r"(?<=\.)\s(?=[A-Z0-9`])", first)[0]
+
+
+def _folded(spec: str) -> str:
+    """Return a spec on lines of at most SPEC_WIDTH columns, broken after commas and brackets."""
+    lines = [""]
+    for part in re.split(r"(?<=,)|(?=\[)", spec):
+        if lines[-1].strip() and len(lines[-1]) + len(part) > SPEC_WIDTH:
+            lines.append("  ")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _print(title: str, rows: list[tuple[str, str, str]], docs: str, json: bool) -> None:
@@ -79,9 +100,9 @@ def _print(title: str, rows: list[tuple[str, str, str]], docs: str, json: bool) 
     out.print(f"{title}; {docs} has the details", highlight=False, markup=False)
     for flag in dict.fromkeys(flag for flag, _, _ in rows):
         table = Table(box=SIMPLE_HEAD, title_justify="left", expand=True)
-        table.add_column(flag, overflow="fold", ratio=2)
-        table.add_column("what it does", ratio=3)
+        table.add_column(flag, overflow="fold", min_width=SPEC_WIDTH)
+        table.add_column("what it does", ratio=1)
         for of, spec, text in rows:
             if of == flag:
-                table.add_row(Text(spec), Text(text))
+                table.add_row(Text(_folded(spec)), Text(text))
         out.print(table)
