@@ -21,6 +21,11 @@ def say(text: str) -> None:
     screen.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, such as "1 prompt" or "1,200 prompts"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def print_json(value: dict[str, Any]) -> None:
     """Print an object as a line of standard output."""
     print(json.dumps(value), flush=True)

@@ -132,15 +132,16 @@ def _finish(lane: LiveColumn) -> None:
 def _show(lanes: list[LiveColumn], task: Task, sample: Sample, slowest: float) -> None:
     """Decode in columns; without a terminal the finished columns are printed once."""
     check = _checker(task, sample)
+    plain = screen.no_color or not screen.is_terminal
+    screen.print(_legend(plain))
     if not screen.is_terminal:
         for lane in lanes:
             _finish(lane)
             lane.right = check(lane)
-            screen.print(_column(lane, plain=True))
+            screen.print(_column(lane, plain))
         return
     slowed = max(1.0, SHOWN_SECONDS / slowest)
     say(f"decoded live, slowed down {slowed:.0f} times")
-    plain = screen.no_color
     began = time.perf_counter()
     with Live(_columns(lanes, plain), console=screen, refresh_per_second=20) as live:
         while waiting := [lane for lane in lanes if not lane.done]:
@@ -150,7 +151,6 @@ def _show(lanes: list[LiveColumn], task: Task, sample: Sample, slowest: float) -
             if lane.done:
                 lane.right = check(lane)
             live.update(_columns(lanes, plain))
-    screen.print(_legend(plain))
 
 
 def _checker(task: Task, sample: Sample) -> Callable[[LiveColumn], bool | None]:

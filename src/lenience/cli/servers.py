@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import Group, Parameter
 
-from lenience.cli.console import say, screen
+from lenience.cli.console import counted, say, screen
 from lenience.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Servers:
         written = answers * max_new_tokens
         cost = self._cost(read, written)
         say(
-            f"at most {answers:,} requests, about {read:,} prompt tokens and at most "
+            f"at most {counted(answers, 'request')}, about {read:,} prompt tokens and at most "
             f"{written:,} new tokens{cost}"
         )
 
@@ -123,7 +123,7 @@ class Servers:
         retries = pair.client.retries
         again = f", {retries} sent again" if retries else ""
         say(
-            f"{usage.requests:,} requests{again}: {usage.prompt_tokens:,} prompt tokens, "
+            f"{counted(usage.requests, 'request')}{again}: {usage.prompt_tokens:,} prompt tokens, "
             f"{usage.completion_tokens:,} new tokens{cost}"
         )
 
@@ -165,8 +165,8 @@ def print_floor(
         for (a, b), sample in zip(both, samples)
     )
     say(
-        f"the reference against itself on {len(both)} prompts: {texts} other texts, {answers} "
-        "other answers; batching may cause a loss of up to this size"
+        f"the reference against itself on {counted(len(both), 'prompt')}: {texts} other texts, "
+        f"{answers} other answers; batching may cause a loss of up to this size"
     )
     return {"n": len(both), "other_texts": texts, "other_answers": answers}
 

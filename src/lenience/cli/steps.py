@@ -7,7 +7,14 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from lenience.cli.console import duration, progress_bars, say, screen, with_bars
+from lenience.cli.console import (
+    counted,
+    duration,
+    progress_bars,
+    say,
+    screen,
+    with_bars,
+)
 from lenience.cli.tables import (
     gained,
     planned,
@@ -200,7 +207,8 @@ def compare_run(
     with comparison.folder(out) as folder:
         with screen.status("estimating"):
             estimate = comparison.estimate(folder)
-        say(f"{estimate.answers} answers to decode, about {duration(estimate.seconds)}")
+        answers = counted(estimate.answers, "answer")
+        say(f"{answers} to decode, about {duration(estimate.seconds)}")
         tuned = len(comparison.tuning_samples)
         if tuned:
             say(

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lenience.cli.console import duration, say, screen, wide
+from lenience.cli.console import counted, duration, say, screen, wide
 
 if TYPE_CHECKING:
     from lenience.certification.audit import Audit, State
@@ -272,8 +272,8 @@ def print_plan(plan: Plan) -> None:
 def print_mined(counts: MinedCounts, task: Task) -> None:
     """Print the contents of a run."""
     parts = [
-        f"{counts.samples} samples",
-        f"{counts.mismatches} mismatches",
+        counted(counts.samples, "sample"),
+        counted(counts.mismatches, "mismatch", "mismatches"),
         f"{counts.important} important",
         f"{counts.abstained} without a label",
     ]
@@ -306,7 +306,7 @@ def print_table(frontier: Frontier) -> None:
     from lenience.evaluation.names import named, why
 
     n = frontier.rows[0].n
-    title = f"{frontier.task}, {n} prompts, {frontier.machine}"
+    title = f"{frontier.task}, {counted(n, 'prompt')}, {frontier.machine}"
     table = Table("rule", title=escape(title))
     measure = frontier.measure
     columns = (
@@ -411,17 +411,17 @@ def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
 def print_counts(out: Generation, picked: bool = False) -> None:
     """Print the cost of an answer."""
     passes = [
-        f"{out.target_passes} passes of the target",
+        f"{counted(out.target_passes, 'pass', 'passes')} of the target",
         f"{out.tokens_per_pass:.2f} tokens per pass",
         f"{out.accepted_lenient} gained by lenience",
     ]
     counts = [
-        f"{len(out.tokens)} tokens",
+        counted(len(out.tokens), "token"),
         f"{out.tokens_per_second:.0f} tokens/s",
         *(
             passes
             if out.target_passes
-            else [f"{out.draft_passes} passes of the draft alone"]
+            else [f"{counted(out.draft_passes, 'pass', 'passes')} of the draft alone"]
         ),
         f"ended by {out.finish}",
         *([] if out.seed is None else [f"seed {out.seed}"]),
@@ -454,7 +454,7 @@ def print_audit(watch: Audit, state: State, again: int) -> None:
     present = "which has changed on the way"
     if low <= high:
         present = f"at present in {low:.2%}–{high:.2%}"
-    said = f"{state.audited} of {state.seen} prompts audited"
+    said = f"{state.audited} of {counted(state.seen, 'prompt')} audited"
     if state.unreferenced:
         said += f", {state.unreferenced} without a reference, of which the disagreement counts"
     certified = f"certified: at most {watch.certificate.max_drop:.2%}"

@@ -202,7 +202,8 @@ class EagleWeights:
 
     def layers_of(self, target: LM) -> tuple[int | None, ...]:
         """Return the target's layers after which features are taken: those that the head names,
-        else those of EAGLE-3 (Li 2025, section 3), the 2nd, a middle one and the third to last."""
+        else a low, a middle and a high one (EAGLE-3, Li 2025, section 3): the 2nd, the one at
+        depth // 2, and the one at depth - 3, counted from 1."""
         if self.is_first:
             return (None,)
         depth = target.num_layers
