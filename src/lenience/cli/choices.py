@@ -163,7 +163,7 @@ class TaskChoice:
     """LLM that compares answers on tasks without a reference: an endpoint with OpenAI's API (URL or
     URL,model=NAME), or a model's folder or Hub name."""
     unsafe_local: Annotated[bool, Parameter(negative="", show_default=False)] = False
-    """Run model-written programs as this user if no sandbox works."""
+    """Run model-written programs without a sandbox, as this user."""
     skip_long: Annotated[bool, Parameter(negative="", show_default=False)] = False
     """Leave out prompts that are longer than the models' context."""
     stop_string: Annotated[

@@ -1,7 +1,7 @@
-"""Which other way of reading a model gets, and whether that reads as the model does.
+"""Choose a faster forward pass (ONNX export or CUDA graphs) and check it against the model's.
 
-On a CPU exported graphs are several times faster than `transformers`' own forward, most of whose
-time on small models is Python's; on a GPU passes are recorded and replayed.
+On a CPU exported graphs are several times faster than the forward pass of `transformers`, which on
+small models spends most of its time in Python. On a GPU passes are recorded and replayed.
 """
 
 from __future__ import annotations
@@ -25,31 +25,33 @@ from lenience.models.onnx_graph import Graph, GraphFinder, load
 from lenience.models.session import reads_together_as_alone, reads_trees_as_paths
 
 FORMAT = 3
-"""Version of the graphs: raise it when the same model would be exported differently, so that older
-graphs are not used."""
+"""Version of the graph format. Raise it when the same model would be exported differently, so that
+older graphs are not used."""
 NEEDS_ONNX = "exported passes need ONNX Runtime: pip install 'lenience[onnx]'"
 EXPORTERS = ("onnx", "onnx_ir", "onnxruntime", "onnxscript")
 """Packages of the extra `onnx`."""
 NOT_OF_THE_GRAPH = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
-"""Entries of a configuration that change no pass; weights are float32 when a graph is made."""
+"""Entries of a configuration that do not change the forward pass. Graphs are exported from float32
+weights."""
 TRIED = 5
-"""Passes that are timed."""
+"""Number of timed passes per model."""
 LARGEST = 1 << 28
-"""Models of more parameters than this are not exported: a graph is one file of at most 2 GiB."""
+"""Maximum number of parameters of an exported model. A graph is one file of at most 2 GiB."""
 
 
 EXPORT_SECONDS = 8.0
 EXPORT_SECONDS_A_MILLION = 0.5
-"""Seconds to export a model, and per million parameters, on two cores."""
+"""Seconds to export a model, and additional seconds per million parameters, on two cores."""
 SAVED = 0.6
 TOKENS_A_CYCLE = 3.0
 DRAFTED = 8
-"""The share of a small model's pass that exporting saves, and what a cycle is about."""
+"""Rough figures for small models: the share of a pass that exporting saves, the tokens per cycle,
+and the draft tokens per cycle."""
 
 
 def export_seconds(models: Sequence[LM]) -> float:
-    """Return an estimate of the seconds that exporting the models takes; graphs in the cache cost
-    nothing."""
+    """Return an estimate of the seconds needed to export the models. Models with a cached or
+    shipped graph cost nothing."""
     missing = [
         lm
         for lm in models
@@ -61,8 +63,8 @@ def export_seconds(models: Sequence[LM]) -> float:
 
 @torch.inference_mode()
 def saved_seconds(models: Sequence[LM]) -> float:
-    """Return an estimate of the seconds per new token that exported graphs of a target and its
-    draft save, from a few passes of each."""
+    """Return an estimate of the seconds per new token that exported graphs save. `models` holds the
+    target, then its draft if any; each runs a few timed passes."""
     seconds = []
     for lm in models:
         token = torch.zeros(1, 1, dtype=torch.long)
@@ -76,12 +78,12 @@ def saved_seconds(models: Sequence[LM]) -> float:
 
 
 def compile_model(lm: LM, *, export: bool = True) -> bool:
-    """Choose a faster forward pass for a model, and return True if there is one.
+    """Choose a faster forward pass for a model, and return True if it has one.
 
-    On a CPU it is an exported graph, from the cache or, with `export`, made in some seconds. On a
-    GPU, with `export`, passes are recorded and replayed. The result is checked against the model's
-    own pass. If it cannot be made, is broken or differs, a warning names the reason and the model's
-    own pass stays in use.
+    On a CPU the pass is an exported graph from the cache or the package; with `export` a missing
+    graph is exported, which takes some seconds. On a GPU, with `export`, passes are recorded and
+    replayed. The result is checked against the model's own pass. If the faster pass cannot be made,
+    is broken or differs, a warning names the reason and the model keeps its own pass.
     """
     with lm.lock:
         if lm.backend is not None and (lm.backend.makes_others or not export):
@@ -108,8 +110,8 @@ def _compile(lm: LM, export: bool) -> bool:
 
 
 def _backend(lm: LM, path: Path | None, export: bool) -> Backend | None:
-    """Return the graph in a file, shipped or exported if there is none yet, or recorded passes;
-    None if its output differs from the model's own pass."""
+    """Return the exported graph at `path`, or recorded passes if `path` is None. Return None if the
+    output differs from the model's own pass."""
     if path is None:
         recorded = CudaGraphs()
         return (
@@ -125,8 +127,8 @@ def _backend(lm: LM, path: Path | None, export: bool) -> Backend | None:
 
 
 def _others(export: bool, states: States = LAST) -> GraphFinder:
-    """Return a function that finds the other graphs of a model, and with `export` makes them, see
-    `_another`."""
+    """Return a finder for the model's other graphs (other states, trees). With `export` the finder
+    also exports missing graphs, see `_another`."""
 
     def giving(lm: LM, wanted: States) -> Graph | None:
         def reads(graph: Graph) -> bool:
@@ -157,7 +159,7 @@ def _others(export: bool, states: States = LAST) -> GraphFinder:
 
 @dataclass(frozen=True)
 class _Export:
-    """Place and outputs of a graph, and whether it may be exported."""
+    """A graph's path in the cache, its outputs, and whether it may be exported."""
 
     path: Path
     states: States
@@ -165,7 +167,7 @@ class _Export:
     trees: bool = False
 
     def exists(self, lm: LM) -> bool:
-        """True if there is a graph without exporting one."""
+        """Return True if the graph is in the cache or shipped with the package."""
         return self.path.exists() or self.shipped(lm).exists()
 
     def shipped(self, lm: LM) -> Path:
@@ -173,7 +175,7 @@ class _Export:
 
     def write(self, lm: LM) -> None:
         """Export the graph; takes some seconds."""
-        # of an extra, and slow to import
+        # needs an extra, and is slow to import
         from lenience.models.onnx_export import (
             export_graph,
         )
@@ -184,8 +186,8 @@ class _Export:
 def _another(
     lm: LM, what: str, export: _Export, reads_rightly: Callable[[Graph], bool]
 ) -> Graph | None:
-    """Return another graph of a model, exported where that is wanted and there is none yet; None,
-    with a warning, where it cannot be made or differs."""
+    """Return another graph of a model, exported if allowed and missing. Return None if the graph
+    may not be exported, or, with a warning, if it fails or differs from the model's own pass."""
     if not export.makes and not export.exists(lm):
         return None
     try:
@@ -205,8 +207,9 @@ def _another(
 def _load_right(
     lm: LM, export: _Export, reads_rightly: Callable[[Graph], bool]
 ) -> Graph | None:
-    """Load the first graph that reads as the model does: the cached one, the one that is shipped
-    with the package, or, if it may be made, a new one. None if none of them does."""
+    """Load the first graph whose output equals the model's: the cached graph, else the shipped
+    graph, else a new export if allowed. Return None if none does. A wrong graph in the cache is
+    deleted."""
     others = None if export.trees else _others(export.makes, export.states)
     if not export.path.exists() and (shipped := export.shipped(lm)).exists():
         try:
@@ -227,7 +230,7 @@ def _load_right(
 
 
 def refuses(lm: LM) -> str | None:
-    """Return why a model cannot be compiled at all; None where it can be tried."""
+    """Return the reason why a model cannot be compiled; None if compiling can be tried."""
     if lm.reads_rows_apart:
         return "its rows cannot be read together"
     devices = {str(weight.device) for weight in lm.model.parameters()}
@@ -244,9 +247,9 @@ def refuses(lm: LM) -> str | None:
 
 
 def graph_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
-    """Return the path of a model's graph in the cache. Its name is a hash of the facts that the
-    graph depends on and of the exporting versions. A graph holds no weights, so models of one shape
-    share it."""
+    """Return the path of a model's graph in the cache. The file name is a hash of what the graph
+    depends on and of the versions of PyTorch and transformers. A graph holds no weights, so models
+    of the same architecture share a graph."""
     versions = [torch.__version__, transformers.__version__]
     return (
         cache_folder() / f"{_digest([*versions, *_structure(lm, states, trees)])}.onnx"
@@ -254,7 +257,8 @@ def graph_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
 
 
 def shipped_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
-    """Return where the package has a graph for models of this shape, if it has one."""
+    """Return the path at which the package ships a graph for models of this architecture. The file
+    may not exist."""
     return EMBEDDED / "graphs" / f"{_digest(_structure(lm, states, trees))}.onnx"
 
 
@@ -263,8 +267,9 @@ def _digest(made_of: list[object]) -> str:
 
 
 def _structure(lm: LM, states: States, trees: bool) -> list[object]:
-    """Return the facts that a graph depends on besides the weights' values: their names and shapes,
-    the configuration, the role, the returned states, and whether it is for trees."""
+    """Return what a graph depends on, except for the weights' values: names and shapes of the
+    weights, the configuration, the role, the returned states, and whether the graph is for
+    trees."""
     config = lm.model.config.to_dict()
     config = {key: config[key] for key in sorted(config) if key not in NOT_OF_THE_GRAPH}
     shapes = sorted(

@@ -1,9 +1,9 @@
 """Forward passes recorded as CUDA graphs.
 
-A replay leaves the host only a few numbers to write. A draft's window is one replay.
+To replay a recording, the host writes only a few numbers. A whole draft window is one replay.
 
-What a cycle reads is read of all rows of the cache, with its columns up to a multiple of BLOCK in
-sight; prompts are read as they are.
+The pass of a cycle covers all rows of the cache and its columns up to a multiple of BLOCK. Prompts
+run through the model's own pass, which is not recorded.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from lenience.models.kv_cache import (
 from lenience.models.lm import LAST, LM, States
 
 _RECORDING = threading.Lock()
-"""There may be one at a time in a process."""
+"""Lock that allows one recording at a time in a process."""
 BLOCK = 256
 KEPT = 64
-"""To a multiple of what the columns in sight are rounded up; how many recordings a cache keeps."""
+"""Number of visible columns is rounded up to a multiple of BLOCK; a cache keeps at most KEPT
+recordings."""
 
 
 class CudaGraphs:
-    """The backend of recorded passes."""
+    """Backend that records passes as CUDA graphs and replays them."""
 
     makes_others = True
     shares_layers = False
@@ -46,8 +47,7 @@ class CudaGraphs:
     def __init__(self, states: States = LAST) -> None:
         self.states = states
         self._spare: list[CudaGraphCache] = []
-        """Cache that no session uses any more, with its recordings, for the next session; at most
-        one."""
+        """Caches of closed sessions, with their recordings, for the next session; at most one."""
         self._lock = threading.Lock()
 
     def giving(self, lm: LM, states: States) -> CudaGraphs:
@@ -64,7 +64,7 @@ class CudaGraphs:
             self._spare = [cache for cache in self._spare if cache.fits(rows, capacity)]
 
     def keep(self, cache: CudaGraphCache) -> None:
-        """Keep a cache for the next session."""
+        """Keep the cache of a closed session for the next session."""
         with self._lock:
             self._spare = [cache]
 
@@ -79,8 +79,8 @@ class CudaGraphs:
 
 
 class CudaGraphCache(PlainCache):
-    """A KV cache whose cycles' passes are recorded and replayed. On a CPU the passes run each time,
-    with the same shapes."""
+    """A KV cache whose passes are recorded and replayed, except for prompts. On a CPU the passes
+    run each time, with the same shapes."""
 
     can_loop = True
 
@@ -92,7 +92,7 @@ class CudaGraphCache(PlainCache):
         self._pool: Any = None
 
     def of_layers(self, lm: LM, layers: Sequence[int], trees: bool) -> None:
-        """Return None, as recordings are bound to their own memory."""
+        """Return None: recordings are bound to their own memory, so layers cannot share it."""
 
     @property
     def needs_host_tokens(self) -> bool:
@@ -105,20 +105,20 @@ class CudaGraphCache(PlainCache):
         self._backend.keep(self)
 
     def memory_pool(self) -> Any:
-        """Return the memory pool of all recordings. Outputs of a recording are copied before
-        another is replayed."""
+        """Return the memory pool that all recordings share. A recording's outputs are copied before
+        another recording is replayed."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         return self._pool
 
     @torch.inference_mode()
     def zero(self) -> None:
-        """Zero the cache. Values of a pass that overflowed must not reach another, as 0 times NaN
-        is NaN."""
+        """Fill the cache with zeros. A pass that overflowed may have left NaN, and a masked NaN
+        still spreads, as 0 times NaN is NaN."""
         for states in self.kept():
             states.zero_()
 
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
-        if forward.length > forward.num_states + 1:  # prompts, each of its own length
+        if forward.length > forward.num_states + 1:  # prompts, whose lengths differ
             shorter = forward.kv_length - forward.lookahead
             first = super().read(
                 replace(forward, lookahead=0, kv_length=shorter), profile
@@ -128,7 +128,7 @@ class CudaGraphCache(PlainCache):
         self.slots.make_room(kv_length)
         if (
             self.slots.capacity != self._recorded_capacity
-        ):  # what was recorded reads other memory
+        ):  # the recordings use the old memory
             self._recorded = {}
             self._recorded_capacity = self.slots.capacity
             self._pool = None
@@ -137,7 +137,7 @@ class CudaGraphCache(PlainCache):
             forward.length, forward.num_states, forward.lookahead, kv_length, is_tree
         )
         recording = self._recorded.pop(shape, None) or _Recording(self, shape)
-        self._recorded[shape] = recording  # the last used one is the last
+        self._recorded[shape] = recording  # keep the recording used last at the end
         if len(self._recorded) > KEPT:
             del self._recorded[next(iter(self._recorded))]
         return recording(forward, profile)
@@ -145,7 +145,8 @@ class CudaGraphCache(PlainCache):
     def _read_on(
         self, forward: Forward, first: tuple[Tensor, Tensor], profile: Profile
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens after a pass that was not recorded, one by one."""
+        """Return logits and hidden states of a pass that was not recorded (`first`), followed by
+        those of its `lookahead` tokens, which are read one by one."""
         parts = [first]
         lengths = [
             cached + len(ids) - pad
@@ -171,9 +172,9 @@ class CudaGraphCache(PlainCache):
 
 @dataclass(frozen=True)
 class _Shape:
-    """Shape of a recording: `length` tokens of every row and `lookahead` further ones, with logits
-    for the last `num_states` and the further ones, and `kv_length` visible columns of the cache;
-    perhaps of trees."""
+    """Shape of a recording: `length` tokens of every row and `lookahead` further tokens. Logits are
+    returned after the last `num_states` tokens and each further token; `kv_length` columns of the
+    cache are visible."""
 
     length: int
     num_states: int
@@ -183,7 +184,7 @@ class _Shape:
 
 
 class _Recording:
-    """A pass over every row of a cache, recorded where there is a GPU."""
+    """A pass over every row of a cache, recorded if the cache is on a GPU."""
 
     def __init__(self, cache: CudaGraphCache, shape: _Shape):
         self.cache = cache
@@ -195,7 +196,7 @@ class _Recording:
         self.cached_lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.rows = torch.arange(rows, device=device)
         self.graph = None
-        self.sight: Visibility | None = None  # of trees
+        self.sight: Visibility | None = None  # for trees
         if shape.is_tree:
             related = torch.ones(rows, shape.length, shape.kv_length, dtype=torch.bool)
             keys = torch.arange(shape.kv_length).repeat(rows, 1)
@@ -207,13 +208,14 @@ class _Recording:
                     self.graph = self._record()
             except (
                 RuntimeError
-            ) as error:  # out of memory among them; the pass can still be made
+            ) as error:  # for example out of memory; the pass runs unrecorded
                 lm = cache.lm
                 why = f"a pass is not recorded: {first_line(error)}"
                 warnings.warn(f"{lm.role} {lm.name!r}: {why}", stacklevel=2)
 
     def _record(self) -> Any:
-        """Record a pass. Padding is written outside the rows while recording."""
+        """Record a pass. All tokens count as padding meanwhile, so that nothing is written into the
+        rows."""
         self.left_padding += self.shape.length
         aside = torch.cuda.Stream()
         cache = self.cache
@@ -225,7 +227,7 @@ class _Recording:
         pool = cache.memory_pool()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self.out = self._run()
-        cache.slots.forget_columns()  # they lie in the pool
+        cache.slots.forget_columns()  # they are in the pool's memory
         return graph
 
     def _run(self) -> tuple[Tensor, Tensor]:
@@ -236,7 +238,7 @@ class _Recording:
         parts = [
             self._forward(ids, *positions(ids, padding, cached), self.shape.num_states)
         ]
-        # rows of padding stay so
+        # rows that are all padding stay padding
         cached = cached + length - padding
         padding = (padding == length).long()
         for _ in range(self.shape.lookahead):
@@ -263,7 +265,7 @@ class _Recording:
 
     @torch.inference_mode()
     def __call__(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
-        rows = None  # where they are all that there are
+        rows = None  # None if all rows take part
         if forward.rows != [*range(len(self.rows))]:
             rows = to_device(forward.rows, self.ids.device)
         self._write(forward, rows)
@@ -279,7 +281,7 @@ class _Recording:
         return (logits.clone(), hidden.clone()) if self.graph else (logits, hidden)
 
     def _write(self, forward: Forward, rows: Tensor | None) -> None:
-        """Write a request where the recording reads it; rows that take no part are padding."""
+        """Write a pass into the inputs of the recording. Rows that take no part are all padding."""
         length = self.shape.length
         numbers = [[*[0] * length, length, 0] for _ in range(len(self.rows))]
         asked = zip(
@@ -303,7 +305,7 @@ class _Recording:
             self._see(replace(forward, kv_length=self.shape.kv_length))
 
     def _see(self, forward: Forward) -> None:
-        """Write positions and visibility of trees where the recording reads them."""
+        """Write positions and visibility of trees into the inputs of the recording."""
         assert self.sight is not None and self.sight.related is not None
         given = TreeVisibility.of(forward, self.cache.lm.context_length).on(
             self.ids.device

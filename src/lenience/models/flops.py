@@ -1,4 +1,4 @@
-"""Floating-point operations of reading tokens; a multiply-add counts as two."""
+"""Floating-point operations of a forward pass; a multiply-add counts as two."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from lenience.models.lm import LM
 
 @dataclass(frozen=True)
 class ReadingCost:
-    """Of one model."""
+    """The cost of a model's forward passes in FLOPs."""
 
     per_token: float
-    """FLOPs in the matrices, the output matrix included; of all experts if a model has several."""
+    """FLOPs per token in the matrices, the output matrix included. With several experts all of them
+    count."""
     per_key: float
-    """FLOPs in attention, for each token that a token sees."""
+    """FLOPs per token in attention, for each key that the token attends to."""
     lookup: float
-    """FLOPs of the embedding as a product, which SPRINTER (Zhong 2025) counts."""
+    """FLOPs per token of the embedding if it is counted as a matrix product, as SPRINTER (Zhong
+    2025) does."""
 
     @classmethod
     def of(cls, lm: LM) -> ReadingCost | None:
-        """Return the costs of a model; None if it is quantised or its number of heads is
-        unknown."""
+        """Return the costs of a model; None if the model is quantised or its number of heads is
+        unknown. Computed once per model."""
         return lm.once("reading cost", lambda: _measured(lm))
 
     def read(self, tokens: int, length: int) -> float:
-        """Return the operations of a pass over `tokens` in a text of `length`, half of which each
-        token sees on average."""
+        """Return the FLOPs of a pass over `tokens` new tokens in a text of `length` tokens. Each
+        token is taken to attend to half of the text."""
         return tokens * (self.per_token + self.per_key * length / 2)
 
 
@@ -44,7 +46,7 @@ def _measured(lm: LM) -> ReadingCost | None:
         for part in lm.model.modules()
         if isinstance(part, torch.nn.Embedding)
     ]
-    # multiplies nothing
+    # embedding tables are looked up, not multiplied
     looked_up = {id(table) for table in tables} - {id(lm.output_matrix)}
     parts = [part for part in lm.model.parameters() if part.ndim > 1]
     matrices = sum(part.numel() for part in parts if id(part) not in looked_up)

@@ -1,4 +1,4 @@
-"""What a model's generation_config does to logits, and what of it is not supported."""
+"""Logits processors from a model's generation_config, and its settings that are not supported."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("remove_invalid_values", "token_healing"), (None, False)),
 }
-"""Settings of a generation_config that change the output and are not supported, each with the
-values that do nothing."""
+"""Unsupported settings of a generation_config that change the output, each with its values that
+have no effect."""
 REFUSED_WHEN_SAMPLING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "top_h"), (None, 0.0)),
     "typical_p": (None, 1.0),
@@ -55,7 +55,7 @@ REFUSED_WHEN_SAMPLING: dict[str, tuple[Any, ...]] = {
 
 
 def processors_of(lm: LM, sampling: bool) -> LogitsProcessorList:
-    """Return the logits processors of a model's generation_config besides temperature, top-k and
+    """Return the logits processors of a model's generation_config, except temperature, top-k and
     top-p. Raises InputError for an unsupported setting."""
     config = lm.model.generation_config
     chain = LogitsProcessorList()

@@ -14,15 +14,15 @@ NEEDS_GGUF = "reading GGUF files needs the extra gguf: pip install 'lenience[ggu
 
 
 def is_named(source: str) -> bool:
-    """Return whether a source names a GGUF file."""
+    """Return True if a source names a GGUF file."""
     return source.lower().endswith(SUFFIX)
 
 
 def located(source: str, role: str) -> tuple[str, dict[str, str]]:
-    """Return the folder or Hub name that from_pretrained takes, and its `gguf_file`.
+    """Return the folder or Hub name for from_pretrained, and its `gguf_file` argument.
 
-    A source is a path, "models/file.gguf", or a file of a Hub repository, "org/repo:file.gguf".
-    Raises InputError if the file is missing or is no GGUF file, or if the package gguf is missing.
+    A source is a path, "models/file.gguf", or a file in a Hub repository, "org/repo:file.gguf".
+    Raises InputError if the file is missing or not a GGUF file, or if the package gguf is missing.
     """
     if find_spec("gguf") is None:
         raise InputError(f"{role} {source!r}: {NEEDS_GGUF}")
@@ -41,7 +41,7 @@ def located(source: str, role: str) -> tuple[str, dict[str, str]]:
 
 def dequantized(name: str) -> dict[str, Any]:
     """Return the arguments of from_pretrained that dequantise the weights. A model that stays
-    quantised can neither be saved nor exported."""
+    quantised can be neither saved nor exported."""
     from transformers import GgufConfig
 
     config = GgufConfig(gguf_file=name, dequantize=True)
@@ -49,7 +49,7 @@ def dequantized(name: str) -> dict[str, Any]:
 
 
 def dtype_of(dtype: str, device: str) -> str:
-    """Return the dtype of the weights. A GGUF file has none of its own: the default is float32 on a
+    """Return the dtype to load the weights in. GGUF files name none, so "auto" means float32 on a
     CPU and bfloat16 elsewhere."""
     if dtype != "auto":
         return dtype

@@ -1,4 +1,4 @@
-"""KV cache of rows, addressed by position in preallocated memory, and passes over it."""
+"""KV cache of several rows, addressed by position in preallocated memory, and passes over it."""
 
 from __future__ import annotations
 
@@ -19,47 +19,48 @@ from lenience.core.trees import Parents, depths, lineage
 from lenience.models.lm import LAST, LM, PassCache, States, cache_argument
 
 NOWHERE = 1 << 40
-"""The position of a key that nothing may see."""
+"""Position of a key that no token may attend to."""
 LATER = -1
-"""Stands for a token that is still to come from the device."""
+"""Placeholder for a token that has not been copied from the device yet."""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward pass: new tokens of m rows, at most T each, shorter rows padded in front."""
+    """One forward pass over new tokens of m rows, at most T each. Shorter rows are padded in
+    front."""
 
     rows: list[int]
-    """[m]: the rows of the cache."""
+    """[m]: indices of the rows in the cache."""
     input_ids: list[list[int]]
-    """[m, T]"""
+    """[m, T]: token ids, with 0 for padding."""
     left_padding: list[int]
-    """[m]: how many of the T are padding."""
+    """[m]: number of padding tokens among the T."""
     cached_lengths: list[int]
-    """[m]: how many tokens of each row are in the cache."""
+    """[m]: number of each row's tokens in the cache."""
     kv_length: int
-    """Number of tokens of the longest row, new ones included."""
+    """Number of tokens of the longest row, new tokens included."""
     num_states: int
-    """Number of last tokens after which logits and hidden states are returned."""
+    """Number of last tokens for which logits and hidden states are returned."""
     lookahead: int = 0
-    """Number of further tokens to read, each the most probable after the one before. Only for a
-    cache that `can_loop`, with `num_states` 1."""
+    """Number of further tokens to read, each the most probable after its predecessor. Requires a
+    cache that `can_loop`, and `num_states` 1."""
     device_tokens: Tensor | None = None
-    """[m, a]: the last tokens of each row where only the model's device has them; `input_ids` has
-    LATER for them."""
+    """[m, a]: each row's last tokens, if they are only on the model's device; `input_ids` holds
+    LATER in their positions."""
     parents: Sequence[Parents] | None = None
-    """[m][a]: where the last tokens of each row are a tree, which of them each one follows; some
-    may be in the cache already."""
+    """[m][a]: parent of each of the last tokens, if these form a tree; some of them may already be
+    in the cache."""
     inputs: Tensor | None = None
-    """[m, T, H]: what a model that `reads_inputs` reads with each token; in what it goes on to by
-    itself these are its own states."""
+    """[m, T, H]: states that a model that `reads_inputs` takes with the tokens. In the lookahead
+    the model takes its own last states."""
 
     @property
     def length(self) -> int:
-        """Return T"""
+        """Return T, the number of columns of the pass."""
         return len(self.input_ids[0])
 
     def ids_on(self, device: torch.device) -> Tensor:
-        """Return [m, T]"""
+        """Return the token ids [m, T] on a device, `device_tokens` included."""
         ids = to_device(self.input_ids, device)
         if self.device_tokens is not None:
             ids[:, -self.device_tokens.shape[1] :] = self.device_tokens
@@ -67,70 +68,68 @@ class Forward:
 
 
 class RowCache(Protocol):
-    """Keys and values of rows of tokens, and the model that reads more of them."""
+    """Keys and values of several rows of tokens, and the forward pass that extends them."""
 
     @property
     def reads_ragged(self) -> bool | None:
-        """Return whether rows of different lengths can share a pass; None where it must be
-        tried."""
+        """Return True if rows of different lengths can share a pass; None if this must be tried."""
         ...
 
     @property
     def can_loop(self) -> bool:
-        """Return True if a pass can continue by itself."""
+        """Return True if a pass can read a `lookahead`, feeding itself its most probable tokens."""
         ...
 
     @property
     def needs_host_tokens(self) -> bool:
-        """Return whether tokens that the device has found are wanted on the host before they are
-        read."""
+        """Return True if tokens found on the device must be copied to the host before a pass."""
         ...
 
     def token_bytes(self) -> dict[torch.device, int]:
-        """Return the largest number of bytes of one token, per device."""
+        """Return the peak number of bytes per token of a row, per device."""
         ...
 
     def on_session_closed(self) -> None:
-        """Note that the session that used the cache is closed."""
+        """Note that the cache's session is closed."""
         ...
 
     def copy(self, source: int, to: int, length: int) -> None:
-        """Make the first `length` columns of the row at `to` those of the row at `source`."""
+        """Copy the first `length` columns of row `source` to row `to`."""
         ...
 
     def gather(self, row: int, start: int, columns: list[int]) -> None:
-        """Put the states of some of a row's columns side by side, from `start` on."""
+        """Move the states of the given columns of a row to adjacent columns from `start` on."""
         ...
 
     def features(self, row: int, start: int, end: int) -> Tensor:
-        """Return [n, F]: the features of a row's tokens, where they are kept; F may be 0 before the
-        first read."""
+        """Return the features [n, F] of a row's tokens from `start` to before `end`. If none are
+        kept or nothing was read yet, F may be 0."""
         ...
 
     def of_layers(self, lm: LM, layers: Sequence[int], trees: bool) -> RowCache | None:
-        """Return the cache of a model that has some of the layers alone, the first being 0, on the
-        same memory, perhaps for trees; None if it cannot share the memory."""
+        """Return a cache in the same memory for a model that consists of the given layers (counted
+        from 0). Return None if the memory cannot be shared. With `trees` the cache reads trees."""
         ...
 
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
-        """Return logits [m, num_states + lookahead, V] and hidden states [m, num_states +
-        lookahead, H]."""
+        """Run a pass. Return logits [m, num_states + lookahead, V] and hidden states [m, num_states
+        + lookahead, H]."""
         ...
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """Where the tokens of a pass and the keys that they see stand."""
+    """Positions of a pass's tokens and of the keys, which determine the attention mask."""
 
     at: Tensor
-    """[m, T]: the positions of the tokens that are read."""
+    """[m, T]: positions of the tokens in the pass."""
     keys: Tensor
-    """[m, K] or [K]: the positions of the keys."""
+    """[m, K] or [K]: positions of the keys."""
     related: Tensor | None = None
-    """[m, T, K] bool: in a tree, whether a key is not of another branch."""
+    """[m, T, K] bool: False for a key on another branch of the token's tree."""
 
     def masks(self, lm: LM) -> dict[str, Tensor]:
-        """Return, for each kind of layer, which keys each token sees: [m, 1, T, K] bool."""
+        """Return the attention mask [m, 1, T, K] bool for each kind of layer."""
         masks = lm.masks(self.at, self.keys)
         if self.related is None:
             return masks
@@ -139,8 +138,9 @@ class Visibility:
 
 @dataclass(frozen=True)
 class TreeVisibility:
-    """Positions and visibility of rows that end with trees, on the host. A token of a tree stands
-    behind the prefix by its depth, and sees the tokens on its path."""
+    """Positions and visibility of rows that end with trees, on the host. The position of a tree
+    token is the prefix's length plus the token's depth. The token attends to the prefix and to the
+    path from the root."""
 
     at: NDArray[np.int64]
     keys: NDArray[np.int64]
@@ -148,8 +148,8 @@ class TreeVisibility:
 
     @classmethod
     def of(cls, forward: Forward, longest: int | None) -> TreeVisibility:
-        """Return the visibility of a pass. `longest` is the model's context; tokens past its end
-        are computed at its last position and never accepted."""
+        """Return the visibility of a pass. `longest` is the model's context length: tokens beyond
+        it are computed at the last position and never accepted."""
         assert forward.parents is not None
         m = len(forward.rows)
         length = forward.length
@@ -163,7 +163,7 @@ class TreeVisibility:
             start = whole - len(parents)
             keys[b, start:whole] = start + np.array(depths(parents), np.int64)
             at[b, padding:] = keys[b, cached:whole]
-            # of the tree's tokens, those read now
+            # the tree's tokens that are new in this pass
             new = slice(max(cached - start, 0), None)
             related[b, length - len(parents[new]) :, start:whole] = lineage(parents)[
                 new
@@ -178,9 +178,9 @@ class TreeVisibility:
 
 
 class PlainCache:
-    """The keys and values of rows of tokens, read through the model's own forward pass. Layers with
-    a sliding window keep every state too, so that rolling back is the same everywhere; the mask
-    does the sliding."""
+    """Keys and values of several rows, extended by the model's own forward pass. Layers with a
+    sliding window also keep every state, so that rolling back is the same for all layers; the mask
+    limits the window."""
 
     can_loop = False
 
@@ -192,7 +192,7 @@ class PlainCache:
         states: States = LAST,
         reads_ragged: bool | None = None,
     ):
-        """`reads_ragged`: whether it is known that rows can share a pass."""
+        """Take `reads_ragged`: True or False if it is known whether rows can share a pass."""
         self.lm = lm
         self.slots = _Slots(rows, capacity)
         self.states = states
@@ -220,7 +220,7 @@ class PlainCache:
         return self.lm.device.type != "cuda"
 
     def kept(self) -> Iterator[Tensor]:
-        """Yield everything that is kept, [rows, H, capacity + 1, D] each."""
+        """Yield each kept tensor of states [rows, H, capacity + 1, D]."""
         for layer in cast(list[_Layer], self._cache.layers):
             if layer.is_initialized:
                 yield from layer.both()
@@ -229,7 +229,7 @@ class PlainCache:
 
     @torch.inference_mode()
     def token_bytes(self) -> dict[torch.device, int]:
-        if not self._cache.layers:  # they are made by the first read
+        if not self._cache.layers:  # the first pass creates the layers
             self.read(
                 Forward([0], [[0]], [0], [0], kv_length=1, num_states=1), Profile()
             )
@@ -256,7 +256,7 @@ class PlainCache:
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         slots = self.slots
         device = self.lm.device
-        # an id that only the other model's embedding has is read as the last one
+        # an id beyond this model's embedding (the other model has more) is clamped to the last
         ids = forward.ids_on(device).clamp(max=self.lm.vocab_size - 1)
         slots.make_room(forward.kv_length)
         sight: Visibility | None = None
@@ -284,8 +284,9 @@ class PlainCache:
         sight: Visibility | None,
         inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the model's pass over `ids` [m, T], the slots being set; `sight` where it is not
-        one row, or a tree."""
+        """Return logits [m, num_states, V] and hidden states [m, num_states, H] of the model's pass
+        over `ids` [m, T]. The slots must be set. `sight` is required for several rows and for
+        trees."""
         extra: dict[str, Any] = {} if inputs is None else {"inputs": inputs}
         if sight is not None:
             extra |= {"position_ids": sight.at, "attention_mask": self._masks(sight)}
@@ -300,7 +301,7 @@ class PlainCache:
         hidden, features = self._cache.take_hidden(self.states)
         if features is not None:
             self._features.write(features[:, None])
-        # a model may lie on several devices
+        # a model may be split over several devices
         return logits, hidden[:, -num_states:].to(logits.device)
 
     def _masks(self, sight: Visibility) -> Any:
@@ -326,11 +327,12 @@ class _RowStates:
         self.states = cast(Tensor | None, None)
 
     def write(self, states: Tensor) -> Tensor:
-        """Write states [m, H, T, D], and give all that the pass can see [m, H, kv_length, D]."""
+        """Write states [m, H, T, D], and return all states that the pass can attend to [m, H,
+        kv_length, D]."""
         slots = self.slots
         kept = self._with_room(states)
         visible = kept[:, :, : slots.kv_length]
-        if slots.columns is None:  # one row, and its new states stand side by side
+        if slots.columns is None:  # one row, whose new states are contiguous
             row = slots.rows[0]
             kept[row, :, slots.start : slots.kv_length] = states[0]
             return visible[row : row + 1]
@@ -340,8 +342,8 @@ class _RowStates:
         return visible[: len(slots.rows)] if slots.leading else visible[index]
 
     def _with_room(self, like: Tensor) -> Tensor:
-        """Return a larger tensor filled with zeros. Masked keys have weight 0, and 0 times a NaN
-        would be NaN."""
+        """Return the tensor of all states, enlarged to the capacity if needed. New memory is
+        zeroed, because masked keys have weight 0 and 0 times NaN is NaN."""
         old = self.states
         rows = self.slots.num_rows
         capacity = self.slots.capacity
@@ -354,7 +356,7 @@ class _RowStates:
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's keys and values."""
+    """Keys and values of one layer."""
 
     is_sliding = False
 
@@ -365,7 +367,7 @@ class _Layer(CacheLayerMixin):
         self._values = _RowStates(slots)
 
     def both(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values."""
+        """Return the layer's keys and values."""
         assert self._keys.states is not None and self._values.states is not None
         return self._keys.states, self._values.states
 
@@ -389,26 +391,26 @@ class _Layer(CacheLayerMixin):
 
 @dataclass
 class _Slots:
-    """Where the states of a pass go: the one thing that the layers of a cache share."""
+    """Where a pass writes its states; shared by all layers of a cache."""
 
     num_rows: int
     capacity: int
-    """Number of tokens that a row can hold; the column after them takes the states of padding."""
+    """Number of tokens that a row can hold. The column after them takes the states of padding."""
     rows: Sequence[int] = ()
-    """The rows that take part in the pass."""
+    """Rows that take part in the pass."""
     index: Tensor = field(default_factory=lambda: torch.empty(0))
-    """[m]: the same as a tensor."""
+    """[m]: `rows` as a tensor."""
     leading: bool = True
-    """True if they are the first m rows, so that no copy is needed to read them."""
+    """True if `rows` are the first m rows of the cache, which can then be read without a copy."""
     start: int = 0
-    """Number of tokens that the row holds before the pass, where it is one row."""
+    """Number of tokens that the row holds before the pass, if a single row takes part; else 0."""
     kv_length: int = 0
     """Number of columns that the pass can see."""
     columns: Tensor | None = None
-    """[m, T]: the column of each new state; None where one row takes part."""
+    """[m, T]: the column of each new state; None if a single row takes part."""
 
     def make_room(self, kv_length: int) -> None:
-        """Enlarge rows to hold this number of tokens; they grow by doubling."""
+        """Enlarge the capacity to at least `kv_length` tokens; it at least doubles."""
         if kv_length > self.capacity:
             self.capacity = max(kv_length, 2 * self.capacity)
 
@@ -435,7 +437,8 @@ class _Slots:
 def positions(
     ids: Tensor, left_padding: Tensor, cached_lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the position of each of `ids` [m, T], 0 for padding, and which are padding, both [m,
-    T]; `left_padding` [m] stand in front and `cached_lengths` [m] tokens came before."""
+    """Return the positions of `ids` [m, T], 0 for padding, and which are padding, both [m, T]. Row
+    b begins with `left_padding[b]` padding tokens and continues `cached_lengths[b]` cached
+    tokens."""
     steps = torch.arange(ids.shape[1], device=ids.device) - left_padding[:, None]
     return (steps + cached_lengths[:, None]).masked_fill(steps < 0, 0), steps < 0
