@@ -129,12 +129,12 @@ def fast(bench: Bench) -> Iterator[Item]:
                 asked = prompts[: 2 if bench.toy else max(8, batch)]
                 options = {
                     "batch_size": batch,
-                    "max_new_tokens": 32 if bench.toy else 128,
+                    "max_new_tokens": 16 if bench.toy else 128,
                     **given,
                 }
                 yield (
                     f"{name}, {how}, batch {batch}",
-                    partial(speed, pair, asked, options),
+                    partial(speed, pair, asked, options, 1 if bench.toy else 3),
                 )
     theirs: dict[str, dict[str, Any]] = {
         "transformers, greedy": {},
@@ -150,11 +150,13 @@ def fast(bench: Bench) -> Iterator[Item]:
         )
 
 
-def speed(pair: Pair, prompts: list[list[int]], given: Mapping[str, Any]) -> Result:
-    """Return tokens per second, the median of three turns after a warm-up, and from a turn with a
+def speed(
+    pair: Pair, prompts: list[list[int]], given: Mapping[str, Any], turns: int
+) -> Result:
+    """Return tokens per second, the median of `turns` after a warm-up, and from a turn with a
     profile the share of the time outside the models and the milliseconds of the rule."""
     speeds = []
-    for _ in range(4):
+    for _ in range(1 + turns):
         began = time.perf_counter()
         outs = pair.generate_batch(prompts, **given)
         speeds.append(

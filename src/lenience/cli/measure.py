@@ -310,7 +310,7 @@ def audit(
     else:
         pair = models_of(run, models).load(len(rows) * expected_tokens({}, task))
         batch_size = flags.batch_size
-    state = audit_run(pair, task, run, rows, config, batch_size)
+    state = audit_run(pair, task, run, rows, config, batch_size=batch_size)
     if servers.named:
         servers.say_used(pair)
     if json:

@@ -1,4 +1,4 @@
-"""Sampling parameters, row history and randomness for rules and drafters."""
+"""Sampling parameters, row histories and random draws for rules and drafters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class _Span(NamedTuple):
-    """Owner of the state of a span: the number of tokens covered, and True if a span is open after
-    them."""
+    """The key of `Row.memory` for spans between the texts `begin` and `end`. The value is the
+    number of tokens covered and whether a span is open after them."""
 
     begin: str
     end: str
@@ -27,21 +27,22 @@ class _Span(NamedTuple):
 
 @dataclass
 class Row:
-    """One of the sequences that are decoded together."""
+    """One sequence of a batch that is decoded together."""
 
     noise: Noise
     prefix: list[int] = field(default_factory=list)
-    """All tokens so far, the prompt's included."""
+    """All tokens so far, including the prompt."""
     position: int = 0
     """Number of new tokens so far."""
     ahead: int = 0
-    """Number of last tokens that are drafted ones, from which another drafter continues."""
+    """Number of tokens at the end of `prefix` that are drafted but not yet verified; another
+    drafter continues from them."""
     last: Step | None = None
     """Step of the last cycle."""
     lenient: int = 0
-    """Number of accepted tokens that the strict rule rejects at their position."""
+    """Number of accepted tokens that the strict rule would reject at their position."""
     memory: dict[Any, Any] = field(default_factory=dict)
-    """State of stop conditions, drafters and others between cycles, by owner."""
+    """State that stop conditions, drafters and other owners keep between cycles, keyed by owner."""
 
     def keep(self, step: Step) -> None:
         """Record the step of a cycle."""
@@ -53,43 +54,44 @@ class Row:
 
 @dataclass
 class Context:
-    """Sampling parameters, and each row's history and randomness, for rules and drafters."""
+    """Sampling parameters, and each row's history and random draws, for rules and drafters."""
 
     rows: list[Row] = field(default_factory=list)
     temperature: float = 0.0
     draft_temperature: float | None = None
-    """Draft temperature; None for the target's."""
+    """Sampling temperature of the draft; None for the target's temperature."""
     top_k: int | None = None
     top_p: float | None = None
     processors: LogitsProcessorList | None = None
     decode: Callable[[Sequence[int]], str] | None = None
-    """The text of tokens, special ones included."""
+    """Function that returns the text of tokens, including special tokens."""
     token_mask: Callable[[str], Tensor] | None = None
-    """[V] bool: in which tokens' texts a regular expression is found."""
+    """Function that returns [V] bool: True for each token whose text contains a match of a regular
+    expression."""
     fresh_noise_per_window: bool = False
-    """True if each window has its own draws. A lossless rule that decides on a token by later ones
-    needs them, as a draw that decided must not come again."""
+    """True if each window has its own random draws. A lossless rule that decides on a token by
+    later tokens needs them: a draw that has decided must not be used again."""
     window: int = 8
-    """Maximum number of drafted tokens in a cycle, one after another."""
+    """Maximum number of drafted tokens in a chain, or of levels in a tree, per cycle."""
     on_trees: bool = False
-    """True if the windows are paths of trees whose tokens were chosen, not drawn."""
+    """True if the windows are paths of trees whose tokens were chosen, not sampled."""
     logprobs: bool = False
-    """True if log-probabilities of accepted tokens are reported."""
+    """True if log-probabilities of the accepted tokens are reported."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     def drafting(self) -> Context:
-        """Return the same as a model has it that drafts."""
+        """Return the context of a model that drafts: the same rows, with the draft temperature."""
         if self.draft_temperature in (None, self.temperature):
             return self
         assert self.draft_temperature is not None
         return replace(self, temperature=self.draft_temperature)
 
     def process(self, logits: Tensor, ahead: Tensor) -> Tensor:
-        """Apply the model's logits processors to `logits` [B, m, V], the last of which follow
-        `ahead` [B, a] after the prefixes."""
+        """Apply the model's logits processors to `logits` [B, m, V]. The last of the m positions
+        follows the row's prefix and all of its `ahead` tokens [B, a]."""
         if not self.processors:
             return logits
         m = logits.shape[1]
@@ -109,10 +111,10 @@ class Context:
         return torch.cat(done).view(logits.shape)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Return […, V] processed logits → the distributions that sampling really uses, in float32;
-        one-hot when greedy.
+        """Convert processed logits […, V] to the float32 distributions that sampling uses; one-hot
+        when greedy.
 
-        Temperature, then top-k, then top-p, as `transformers` defines them.
+        The order is temperature, top-k, top-p, as in `transformers`.
         """
         logits = logits.float()
         if self.greedy:
@@ -133,14 +135,14 @@ class Context:
         return flat.view(logits.shape)
 
     def allowed(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Return [B, W, V] processed logits and [B, W] tokens → whether neither a processor nor the
-        truncation rules each out."""
+        """Return [B, W] bool: True for each token that no processor and no truncation rule forbids,
+        from processed logits [B, W, V] and `tokens` [B, W]."""
         logits = logits if self.greedy else self._warp(logits.float())
         return logits.gather(2, tokens[..., None])[..., 0] > -torch.inf
 
     def found_in(self, pattern: str, tokens: Tensor) -> Tensor:
-        """Return [B, W] bool: whether a regular expression is found in the text of each of the
-        `tokens` [B, W]."""
+        """Return [B, W] bool: True for each of the `tokens` [B, W] whose text contains a match of a
+        regular expression."""
         if self.token_mask is None:
             raise RuntimeError(
                 "tokens are told apart by text, and the context has no tokenizer"
@@ -153,12 +155,13 @@ class Context:
         return torch.log_softmax(logits.float() / (self.temperature or 1), -1)
 
     def lenient_used(self, device: torch.device) -> Tensor:
-        """Return [B]: how many tokens each row's request has kept that the strict rule rejects."""
+        """Return [B]: the number of tokens accepted so far for each request that the strict rule
+        would reject."""
         return to_device([row.lenient for row in self.rows], device)
 
     def in_span(self, begin: str, end: str, tokens: Tensor) -> Tensor:
-        """Return [B, W] bool: whether each of the drafted `tokens` stands in a span that the text
-        `begin` opens and `end` closes."""
+        """Return [B, W] bool: True for each of the drafted `tokens` [B, W] inside a span that the
+        text `begin` opens and `end` closes."""
         inside = [
             self._open_spans(row, drafted, begin, end)
             for row, drafted in zip(self.rows, tokens.tolist())
@@ -168,15 +171,17 @@ class Context:
     def _open_spans(
         self, row: Row, drafted: list[int], begin: str, end: str
     ) -> list[bool]:
-        """Return, for each drafted token, whether a span is open at its position. The prompt is
-        searched as a whole; the text after it is followed token by token, and a marker counts from
-        the token that completes it."""
+        """Return one bool per drafted token: True if a span is open at its position.
+
+        The prompt is searched as a whole. The text after the prompt is followed token by token; a
+        marker counts from the token that completes it.
+        """
         if self.decode is None:
             raise RuntimeError(
                 "spans are marked by text, and the context has no tokenizer"
             )
         known, is_open = row.memory.get(_Span(begin, end), (0, False))
-        # a token may be less than a character
+        # in bytes, because a token may be a part of a character
         reach = len(max(begin, end, key=len).encode()) + 1
         ids = [*row.prefix, *drafted]
         open_at = []
@@ -187,7 +192,7 @@ class Context:
                 closed = _end_of_last(end, text)
                 if (
                     opened or closed
-                ):  # by where they end, as one mark may contain the other
+                ):  # compare the ends, because one mark may contain the other
                     is_open = opened > closed
                 known = known or n
             if n == len(row.prefix):
@@ -199,8 +204,8 @@ class Context:
     def noise_keys(
         self, n: int, purpose: str, ahead: int = 0, device: torch.device | None = None
     ) -> Tensor:
-        """Return [B, n] int64: each row's keys for n positions, the first of them `ahead` of where
-        it stands."""
+        """Return [B, n] int64 noise keys for n positions of each row. The first key is for the
+        position `ahead` tokens after the row's current position."""
         keys = []
         for row in self.rows:
             began = row.position - row.ahead
@@ -211,8 +216,8 @@ class Context:
         return to_device(keys, device or torch.device("cpu")).long().view(len(keys), n)
 
     def draw(self, logits: Tensor, ahead: int = 0) -> Tensor:
-        """Return [B, m, V] processed logits → [B, m]: the tokens that plain decoding takes, the
-        first of them `ahead` tokens after where the rows stand."""
+        """Return [B, m]: the tokens that plain decoding picks from processed logits [B, m, V]. The
+        first position is `ahead` tokens after the row's current position."""
         if self.greedy:
             return logits.argmax(-1)
         keys = self.noise_keys(logits.shape[1], "token", ahead, logits.device)
@@ -220,7 +225,7 @@ class Context:
 
 
 def _end_of_last(mark: str, text: str) -> int:
-    """Return how many characters of a text there are up to the end of the last `mark` in it; 0
-    without one."""
+    """Return the number of characters up to the end of the last `mark` in a text; 0 if there is
+    none."""
     at = text.rfind(mark)
     return at + len(mark) if at >= 0 else 0

@@ -12,14 +12,15 @@ class RunError(RuntimeError):
 
 
 class TooLong(InputError):
-    """A prompt leaves a model no room for an answer."""
+    """A prompt that leaves a model no room for an answer."""
 
 
 def reason(error: BaseException) -> str:
-    """Return why a file could not be opened, without its name."""
+    """Return the cause of an error without the file name, as in "No such file or directory"."""
     return getattr(error, "strerror", None) or first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's message cut to its first line, for messages of one line."""
+    """Return the first line of an error's message, for one-line messages; the error's type if there
+    is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

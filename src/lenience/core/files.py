@@ -15,16 +15,17 @@ from filelock import FileLock, Timeout
 from lenience.core.errors import InputError, RunError, reason
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
-"""The built-in pair, and what comes with it."""
+"""Folder of the built-in pair and of the heads trained for it."""
 
 
 def built_in(path: str | Path) -> bool:
-    """Return whether something fitted comes with the built-in pair: no spec names its path."""
+    """Return True if a head or drafter ships with the built-in pair. Specs leave out the path of
+    such a part."""
     return Path(path).is_relative_to(EMBEDDED)
 
 
 def data_folder() -> Path:
-    """Return the user's data folder, shared by all runs: $LENIENCE_HOME, or else lenience in the
+    """Return the folder of data that all runs share: $LENIENCE_HOME, or else `lenience` in the
     user's data folder."""
     user_data = Path(
         os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
@@ -33,8 +34,8 @@ def data_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of files that can be made again: $LENIENCE_CACHE, or else cache in
-    $LENIENCE_HOME, or else lenience in the user's cache folder."""
+    """Return the folder of files that can be recreated: $LENIENCE_CACHE, else `cache` in
+    $LENIENCE_HOME, else `lenience` in the user's cache folder."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     home = os.environ.get("LENIENCE_HOME")
     ours = Path(home) / "cache" if home else user_cache / "lenience"
@@ -43,9 +44,11 @@ def cache_folder() -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Provide a path to write to, which replaces `path` if the block succeeds. `path` is whole at
-    all times. Missing folders are made. A path that is no regular file, such as /dev/null or a
-    named pipe, is written directly."""
+    """Provide a path to write to; the new file replaces `path` if the block succeeds.
+
+    `path` is complete at all times, and missing folders are created. A path that is no regular
+    file, such as /dev/null or a named pipe, is written directly.
+    """
     if path.exists() and not path.is_file():
         with written(path):
             yield path
@@ -64,8 +67,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Turn OSError into RunError while a file is written. The message names the file and whether
-    the disk is full."""
+    """Turn OSError into RunError while a file is written. The message names the file and the cause,
+    such as a full disk."""
     try:
         yield
     except OSError as error:
@@ -76,8 +79,8 @@ def written(path: Path) -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path, work: str) -> Iterator[None]:
-    """Do a `work` in a folder in this process alone; a process that is killed leaves it free.
-    Raises InputError that names the process that is at it."""
+    """Hold a lock for `work` in a folder, so that only one process does it. A killed process
+    releases the lock. Raises InputError that names the process that holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{work}.lock"
     by = path.with_suffix(".pid")
@@ -96,18 +99,18 @@ def alone(folder: Path, work: str) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value whole or not at all."""
+    """Write a value to a JSON file, atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text whole or not at all."""
+    """Write a text file, atomically."""
     with replacing(path) as new:
         new.write_text(text, encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read an object. Raises InputError where the file is missing or broken."""
+    """Read a JSON object from a file. Raises InputError if the file is missing or broken."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
@@ -121,15 +124,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, holds: str) -> list[tuple[int, str]]:
-    """Return the non-empty lines of a text file, with their numbers from 1. Raises InputError if
-    the file cannot be read; `holds` describes its content in the message."""
+    """Return the non-empty lines of a text file with their line numbers, from 1. Raises InputError
+    if the file cannot be read; `holds` describes the file's content in the message."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{path}: cannot be read ({reason(error)}); name a JSONL file of {holds}"
         ) from None
-    # not splitlines, which also splits at U+2028 and others that JSON allows within a string
+    # splitlines would also split at U+2028 and other characters that JSON allows in strings
     return [
         (number, line)
         for number, line in enumerate(text.split("\n"), 1)
@@ -138,7 +141,7 @@ def read_lines(path: Path, holds: str) -> list[tuple[int, str]]:
 
 
 def digest(value: Any, size: int = 8, sort_keys: bool = False) -> str:
-    """Identify a JSON value by `size` bytes, in hexadecimal."""
+    """Hash a JSON value to `size` bytes, as hexadecimal text."""
     return digest_bytes(json.dumps(value, sort_keys=sort_keys).encode(), size)
 
 

@@ -1,6 +1,6 @@
 """Heads and drafters on the Hugging Face Hub, as "hf:org/name". No torch.
 
-$LENIENCE_HUB may name a local folder that is read in its place.
+$LENIENCE_HUB may name a local folder that replaces the Hub.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from lenience.core.files import written
 
 PREFIX = "hf:"
 FETCHED = ("*.json", "*.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
-"""Files fetched from a repository; the last two are layouts of published drafters."""
+"""Patterns of the files fetched from a repository; the last two are layouts of published
+drafters."""
 
 
 def is_on_hub(path: str | Path) -> bool:
@@ -24,8 +25,8 @@ def is_on_hub(path: str | Path) -> bool:
 
 
 def local(path: str | Path) -> Path:
-    """Return the folder that a path names, fetched where it is on the Hub. Raises InputError where
-    there is none, or it cannot be fetched."""
+    """Return the local folder of a path; a path on the Hub is downloaded first. Raises InputError
+    if a Hub name is invalid or its repository cannot be fetched."""
     if not is_on_hub(path):
         return Path(path)
     name = _checked(str(path).removeprefix(PREFIX), str(path))
@@ -37,13 +38,14 @@ def local(path: str | Path) -> Path:
         return folder
     try:
         return _fetched(name)
-    except Exception as error:  # of the network, of the Hub, of what is not there
+    except Exception as error:  # network, Hub or missing repository
         raise InputError(f"{path}: cannot be fetched ({first_line(error)})") from error
 
 
 @lru_cache(maxsize=64)
 def _fetched(name: str) -> Path:
-    """Return a repository's folder, fetched once in a process, so that it stays the same there."""
+    """Return the local folder of a repository. It is fetched once per process, so it stays the
+    same."""
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=list(FETCHED)))
@@ -51,7 +53,7 @@ def _fetched(name: str) -> Path:
 
 def upload(folder: Path, name: str, private: bool) -> str:
     """Upload a folder's files to the Hub as "org/name" and return their address. Raises InputError
-    for an invalid name, and RunError if the Hub refuses."""
+    for an invalid name, and RunError if the upload fails."""
     name = _checked(name, name)
     served = os.environ.get("LENIENCE_HUB")
     if served:

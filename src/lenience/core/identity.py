@@ -1,4 +1,4 @@
-"""What models and tokenizers are known by, and what can be asked of a tokenizer alone."""
+"""Fingerprints of models and tokenizers, and searches of a tokenizer's vocabulary."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """Return a hash that identifies weights in whatever dtype they are loaded: of every parameter's
-    name, shape and some of its numbers, rounded to bfloat16."""
+    """Return a hash that identifies weights in whatever dtype they are loaded. It covers each
+    parameter's name, shape and a sample of its numbers, rounded to bfloat16."""
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(weights):
         value = weights[name]
@@ -41,9 +41,12 @@ def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """Return `weights_fingerprint` of a model as `transformers` loads it from a folder with
-    safetensors files, without loading it. Raises InputError if the files are missing or broken. It
-    differs for architectures whose parameters have other names in files than in memory."""
+    """Return the `weights_fingerprint` of a model in a folder of safetensors files, without loading
+    the model.
+
+    The result differs for architectures whose parameters have other names in files than in memory.
+    Raises InputError if the files are missing or broken.
+    """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise InputError(
@@ -61,7 +64,7 @@ def checkpoint_fingerprint(folder: Path) -> str:
 
 
 def _tied(folder: Path, named: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parameters that files leave out, as they are others' twins, by name."""
+    """Map each parameter that the files leave out to the stored parameter it is tied to."""
     config = read_json(folder / "config.json")
     tied = config.get("tie_word_embeddings", True) and "lm_head.weight" not in named
     embeddings = [
@@ -71,7 +74,7 @@ def _tied(folder: Path, named: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _Lazy(Mapping[str, Tensor]):
-    """The parameters of open safetensors files, each read when it is asked for."""
+    """The parameters of open safetensors files, each read on access."""
 
     def __init__(self, files: Mapping[str, Any], twins: Mapping[str, str]):
         self.files = files
@@ -97,7 +100,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tokens_with(tokenizer: PreTrainedTokenizerBase, pattern: str, size: int) -> Tensor:
-    """Return [size] bool: in the texts of which of the first tokens a regular expression is
-    found."""
+    """Return [size] bool: True for each of the first `size` tokens whose text contains a match of a
+    regular expression."""
     texts = tokenizer.batch_decode([[id] for id in range(size)])
     return torch.tensor([bool(re.search(pattern, text)) for text in texts])

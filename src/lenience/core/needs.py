@@ -1,4 +1,4 @@
-"""What rules and stop conditions need of a window, and what drafters and trees offer."""
+"""Parts of a window that rules and stop conditions need, and that drafters and trees offer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from enum import Flag, auto
 from lenience.core.errors import InputError
 
 Layers = tuple[int | None, ...]
-"""Numbers of a model's layers whose states stand side by side; None is the final norm."""
+"""Layers of a model whose hidden states are concatenated: 1 is the first layer, -1 the last, and
+None the final norm."""
 
 
 class Parts(Flag):
@@ -41,17 +42,17 @@ class Needs:
     """Inputs that a rule requires to decide."""
 
     window: Parts = Parts.NOTHING
-    """Parts of the drafted windows; DRAWS count only when sampling."""
+    """Parts of the drafted windows; DRAWS is needed only when sampling."""
     layers: Layers | None = None
-    """Layers of the target whose states it reads; None for none."""
+    """Layers of the target whose states the rule reads; None if it reads no states."""
     sampling: bool = False
     """True if the rule has no greedy form."""
     whole_window: bool = False
     """True if the decision on a token depends on later tokens. Each window then needs its own
-    draws, as a draw that decided must not come again."""
+    random draws: a draw that has decided must not be used again."""
 
     def __or__(self, other: Needs) -> Needs:
-        """Join the needs of two terms. Raises InputError where they read states of different
+        """Combine the needs of two terms. Raises InputError if they read states of different
         layers."""
         if self.layers and other.layers and self.layers != other.layers:
             raise InputError(
@@ -69,6 +70,7 @@ class Needs:
 def check_offered(
     who: str, needed: Parts, offered: Parts, giver: str, mend: str
 ) -> None:
-    """Raise InputError where a rule or a stop condition needs more than is offered."""
+    """Raise InputError if `who`, a rule or a stop condition, needs parts that `giver` does not
+    offer. `mend` is the fix in the message."""
     for part in needed & ~offered:
         raise InputError(f"{who}: needs {part}, and {giver} has none; take {mend}")

@@ -1,4 +1,4 @@
-"""Random draws keyed by what they are for, the same ones on every device and in any batch."""
+"""Random draws keyed by their purpose: the same on every device and in any batch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Noise:
-    """Random draws keyed by (seed, request, position, purpose): a prompt gets the same ones alone
-    or among others."""
+    """Random draws keyed by (seed, request, position, purpose). A prompt gets the same draws alone
+    or in a batch."""
 
     seed: int
     request: bytes
@@ -29,7 +29,7 @@ class Noise:
         )
 
     def key(self, position: int, purpose: str) -> int:
-        """Return a signed 64-bit number."""
+        """Return the key of a position and a purpose, a signed 64-bit integer."""
         message = (
             struct.pack("<qq", self.seed, position) + self.request + purpose.encode()
         )
@@ -39,8 +39,8 @@ class Noise:
 
 
 def uniform(keys: Tensor) -> Tensor:
-    """Map int64 keys to numbers in (0, 1) by the finaliser of SplitMix64 (Steele 2014), the same on
-    every device."""
+    """Map int64 keys to float64 numbers in (0, 1) by the finaliser of SplitMix64 (Steele 2014),
+    with the same result on every device."""
     bits = keys + _GOLDEN
     for shift, factor in (
         (30, -0x40A7B892E31B1A47),
@@ -55,21 +55,24 @@ _GOLDEN = -0x61C8864680B583EB  # 2⁶⁴ divided by the golden ratio, as a signe
 
 
 def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
-    """Draw a token from each of `probs` […, V], which need not add up to 1, by an exponential race
-    on `keys` […] (the Gumbel trick)."""
+    """Draw a token from each of `probs` […, V], which need not sum to 1, by an exponential race on
+    `keys` […] (the Gumbel trick)."""
     return _race(probs, keys).argmax(-1)
 
 
 def without_replacement(probs: Tensor, keys: Tensor, k: int) -> Tensor:
-    """Return […, k]: tokens drawn one after the other from each of `probs` […, V], none twice, -1
-    where none of any probability are left; the first is `gumbel_argmax`'s (Gumbel top-k, Vieira
-    2014)."""
+    """Draw k different tokens from each of `probs` […, V], in order (Gumbel top-k, Vieira 2014).
+
+    Returns […, k], with -1 where no token of positive probability is left. The first token is that
+    of `gumbel_argmax`.
+    """
     first = _race(probs, keys).topk(min(k, probs.shape[-1]))
     tokens = first.indices.where(first.values > 0, -1)
     return torch.nn.functional.pad(tokens, (0, k - tokens.shape[-1]), value=-1)
 
 
 def _race(probs: Tensor, keys: Tensor) -> Tensor:
-    """Return […, V]: how early each token comes in; later than all where it has no probability."""
+    """Return […, V]: each token's score in the race. The highest score wins; a token of probability
+    0 scores 0."""
     lanes = torch.arange(1, probs.shape[-1] + 1, device=probs.device) * _GOLDEN
     return probs.double() / -uniform(keys[..., None] + lanes).log()

@@ -1,12 +1,12 @@
-"""How long work tells how far it has come."""
+"""Progress callbacks of long-running work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Is called with a phase, how much of it is done, and how much there is in all."""
+"""Callback that receives a phase, the amount of it that is done, and the total."""
 
 
 def silent(phase: str, done: int, total: int) -> None:
-    """Do nothing."""
+    """Do nothing: the callback of work whose progress nobody watches."""

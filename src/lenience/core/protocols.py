@@ -1,4 +1,4 @@
-"""The protocols of a cycle: what drafts, and what decides."""
+"""Protocols of a cycle's parts: drafters, rules and trained heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lenience.core.types import Draft, Reading, Verdict
 
 
 class TrainedPart(Protocol):
-    """Something fitted that lies in a folder: a rule's judge, a stop condition's head, a drafter's
+    """A trained part stored in a folder: a rule's judge, a stop condition's head, a drafter's
     heads."""
 
     @property
@@ -19,51 +19,51 @@ class TrainedPart(Protocol):
 
     @property
     def head(self) -> Any:
-        """Return the trained part. It has a `fingerprint`, and `prompts`, the digests of the
-        prompts it was trained on; None if someone else trained it."""
+        """Return the trained part. It has a `fingerprint` and `prompts`, the digests of its
+        training prompts; `prompts` is None if someone else trained the part."""
         ...
 
 
 class FittedHead(TrainedPart, Protocol):
-    """A head that a rule or a stop condition asks while decoding."""
+    """A head that a rule or a stop condition queries while decoding."""
 
     def check_temperature(self, temperature: float) -> None:
-        """Raise InputError where it was mined at another temperature."""
+        """Raise InputError if the head's training data was mined at another temperature."""
         ...
 
 
 class Drafter(Protocol):
-    """Proposes windows."""
+    """A source of proposed windows."""
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
-        """Propose a window for each row of `ctx`, which may have `room` new tokens more, of which
-        one follows a window that is not trusted; it may be empty."""
+        """Propose a window, possibly empty, for each row of `ctx`. `room[b]` is row b's remaining
+        token budget; one of these tokens is reserved for the correction or bonus, unless the window
+        is trusted."""
         ...
 
     def move(self, source: int, to: int) -> None:
-        """Make the row at `source` the row at `to`."""
+        """Move a row's state from index `source` to index `to`."""
         return
 
     def copy(self, source: int, to: int) -> None:
-        """Start the row at `to` as a copy of the row at `source`. State that is not copied is
-        computed again."""
+        """Start row `to` as a copy of row `source`. State that is not copied is recomputed."""
         return
 
     def observe(
         self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]
     ) -> None:
-        """Receive the target's reading of the rows' windows, and the verdicts."""
+        """Receive the target's reading of the rows' windows, and the rule's verdicts."""
         return
 
 
 @runtime_checkable
 class Rule(Protocol):
-    """An acceptance rule, which decides how much of each row's window is kept. It declares its
-    needs by overriding them. A rule is data: `str(rule)` is its spec."""
+    """An acceptance rule: it decides how much of each row's window is kept. A rule declares its
+    needs by overriding `needs`. A rule is data: `str(rule)` is its spec."""
 
     @property
     def heads(self) -> tuple[FittedHead, ...]:
-        """Return the fitted heads that it asks."""
+        """Return the trained heads that the rule queries."""
         return ()
 
     @property
@@ -73,23 +73,24 @@ class Rule(Protocol):
 
     @property
     def verifies(self) -> Literal["down", "up"] | None:
-        """Return how it verifies trees that were drawn: token by token from the prefix down, or
-        whole paths from their ends up; None where it takes their tokens as chosen for certain."""
+        """Return how the rule verifies sampled trees: "down", token by token from the prefix, or
+        "up", whole paths from their leaves. None if it treats their tokens as chosen with
+        probability 1."""
         return None
 
     @property
     def goes_on_as_target(self) -> bool:
-        """Return whether, when greedy, the token after those that are kept is the target's own:
-        then an answer in which nothing was kept by lenience is the target's."""
+        """Return True if, when greedy, the token after the accepted ones is always the target's
+        own. Then an answer without leniently accepted tokens is the target's answer."""
         return False
 
     def check(
         self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
     ) -> None:
-        """Raise InputError where a head of this rule cannot run on models of these fingerprints and
-        hidden sizes, by role."""
+        """Raise InputError if a head of this rule cannot run on the models with these fingerprints
+        and hidden sizes. Both are given by role."""
         return
 
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
-        """Decide on the windows of all rows."""
+        """Return the verdicts on the windows of all rows."""
         ...

@@ -1,4 +1,4 @@
-"""Earlier texts of a search: their continuations and the draft's mismatches. No torch."""
+"""Earlier texts of a search, with the draft's guesses for their tokens. No torch."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MATCHES = (16, 12, 8, 6, 4, 3)
-"""Lengths of text ends that are looked up, the longest first."""
+"""Numbers of tokens at a text's end that are looked up, in descending order."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A position in an earlier text."""
+    """A position in an earlier text, given by the text's number."""
 
     text: int
     at: int
 
 
 class Recollection:
-    """The texts of a search, as they are finished."""
+    """The finished texts of a search, indexed by their token n-grams."""
 
     def __init__(self) -> None:
         self._texts: list[list[int]] = []
@@ -26,8 +26,8 @@ class Recollection:
         self._places: dict[tuple[int, ...], Place] = {}
 
     def add(self, text: list[int], guesses: list[int | None], start: int) -> None:
-        """Remember a text, with the draft's guess for each of its tokens where it is known; from
-        `start` on it is new."""
+        """Add a text, with the draft's guess for each of its tokens, None if unknown. Tokens before
+        `start` are already known from another text."""
         number = len(self._texts)
         self._texts.append(text)
         self._guesses.append(guesses)
@@ -37,14 +37,15 @@ class Recollection:
                     self._places[tuple(text[at - n : at])] = Place(number, at)
 
     def find(self, end: Sequence[int], least: int) -> Place | None:
-        """Return where the longest end of a text stood last, of `least` tokens or more."""
+        """Return the latest position after which earlier texts had the same tokens as at this
+        `end`. The longest match of at least `least` tokens counts; None if there is no match."""
         for n in MATCHES:
             if least <= n <= len(end) and (place := self._places.get(tuple(end[-n:]))):
                 return place
         return None
 
     def following(self, place: Place, most: int) -> tuple[list[int], list[int | None]]:
-        """Return at most `n` tokens that followed a place, with the draft's guesses for them."""
+        """Return at most `most` tokens that followed a place, with the draft's guesses for them."""
         part = slice(place.at, place.at + most)
         return self._texts[place.text][part], self._guesses[place.text][part]
 
@@ -55,18 +56,19 @@ class Recall:
 
     of: Recollection
     start: int
-    """Position from which the text is new."""
+    """Position of the first new token: earlier ones are shared with another text."""
     text: list[int]
     guesses: list[int | None] = field(default_factory=list)
-    """The draft's, for each token of the text."""
+    """Draft's guess for each token of the text; None if unknown."""
     ahead: list[int | None] = field(default_factory=list)
-    """Those for the tokens of the window that was drafted last, and the one after it."""
+    """Draft's guesses for the tokens of the last window, and for the token after the window."""
     last_read: list[int] = field(default_factory=list)
-    """Text that the draft read last, so that repeated reading can be counted."""
+    """Text that the draft model read last, so that only new tokens are counted."""
     ended: bool = False
 
     def beginning_of(self, text: list[int]) -> Recall:
-        """Return the recall of another text that shares this one's beginning."""
+        """Return the recall of another text. It takes over the guesses for the beginning that both
+        texts share."""
         same = next(
             (i for i, pair in enumerate(zip(self.text, text)) if pair[0] != pair[1]),
             min(len(self.text), len(text)),
@@ -75,14 +77,14 @@ class Recall:
         return Recall(self.of, same, list(text), guesses, last_read=self.last_read)
 
     def go_on(self, prefix: Sequence[int]) -> None:
-        """Record the tokens of a cycle: the accepted part of the window, and the token after it."""
+        """Add the tokens of a cycle: the accepted part of the window, and the token after it."""
         for i, token in enumerate(prefix[len(self.text) :]):
             self.guesses.append(self.ahead[i] if i < len(self.ahead) else None)
             self.text.append(token)
         self.ahead = []
 
     def end(self, text: Sequence[int]) -> None:
-        """Remember the text, which is finished."""
+        """Add the finished text to the earlier texts."""
         if not self.ended:
             self.ended = True
             self.go_on(text)

@@ -1,4 +1,4 @@
-"""Records that are kept in files, with the types of their fields. No torch."""
+"""Typed records that are stored in files. No torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lenience.core.errors import InputError
 
 
 class Record(BaseModel):
-    """A record of a JSON file or of a line in one. Unknown and missing fields are errors that name
-    them."""
+    """A record of a JSON file or of one of its lines. Unknown and missing fields are errors that
+    name the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     @classmethod
     def read(cls, value: Any, where: str, mend: str = "restore it from a copy") -> Self:
-        """Return a record from JSON. Raises InputError with the place `where`, the fields and the
-        fix."""
+        """Return a record from a JSON value. Raises InputError that names the place `where`, the
+        wrong fields and the fix."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:
@@ -31,7 +31,7 @@ class Record(BaseModel):
 
 
 def _problems(error: ValidationError) -> list[str]:
-    """Return one phrase for each kind of fault."""
+    """Return one phrase per kind of fault."""
     lacks = []
     unknown = []
     wrong = []

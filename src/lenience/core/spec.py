@@ -1,12 +1,12 @@
-"""Specs: a rule or a stop condition as text. Their fields are its arguments.
+"""Specs: rules, drafters, trees and stop conditions as text. Their fields are the arguments.
 
     spec = term {("|" | "&") term}        "&" binds tighter
     term = name [":" args] ["@" bound ["," args]]        args = arg {"," arg}
     arg = value | key "=" value        bound = number | ("recall" | "logit") "=" number
 
-A value that holds one of `@ , | & = + >` or a space stands in double quotes; the number after `@`
-is the field `threshold`, or the one it names. Fields that are keyword-only have no place without
-their key; one of several numbers, the last, takes all the values that are left.
+A value that contains one of `@ , | & = + >` or a space is put in double quotes. The number after
+`@` is the field `threshold`, or the field that it names. Keyword-only fields are always written
+with their key. A last field of type `NUMBERS` takes all remaining values.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from lenience.core.errors import InputError
 
 T = TypeVar("T")
 NUMBERS = tuple[int, ...]
-"""The type of a last field that takes all the values that are left."""
+"""Type of a last field that takes all remaining values."""
 BOUNDS = ("threshold", "recall", "logit")
-"""Fields that stand after `@`: one of them is given."""
+"""Fields that are written after `@`; a spec gives at most one of them."""
 PLACED = {"placed": True}
-"""The metadata of a field with a default that is shown in its place, without its key, where it is
-not the default."""
+"""Metadata of a field with a default that is shown in its position, without its key, if it is not
+the default."""
 
 
 def show(name: str, value: Any) -> str:
-    """Return the spec of a dataclass, which `parse_term` takes back."""
+    """Return the spec of a dataclass object. `parse_term` turns it back into the object."""
     placed = [item for item in _fields(value) if _in_its_place(item, value)]
     args = [
         _shown(getattr(value, item.name)) for item in placed if item.name not in BOUNDS
@@ -42,7 +42,7 @@ def show(name: str, value: Any) -> str:
 
 
 def shown_bound(value: Any, show: Callable[[float], str] = repr) -> str:
-    """Return the part of a dataclass's spec from `@` on; nothing if its bound is left open."""
+    """Return the part of a dataclass object's spec from `@` on; "" if the object has no bound."""
     for name in BOUNDS:
         bound = getattr(value, name, None)
         if bound is not None:
@@ -53,14 +53,14 @@ def shown_bound(value: Any, show: Callable[[float], str] = repr) -> str:
 
 
 def _brief(number: float) -> str:
-    """Return a number in few digits if these are the number itself."""
+    """Return a number with at most six digits if they are exact, else in full."""
     text = f"{number:g}"
     return text if float(text) == number else repr(number)
 
 
 def further_arguments(value: Any) -> list[str]:
-    """Return the arguments of a dataclass's spec that are not the defaults, as key=value; not the
-    threshold."""
+    """Return the arguments of a spec that are not defaults, as key=value, without the bound and the
+    arguments shown by position."""
     args = []
     for item in _fields(value):
         content = getattr(value, item.name)
@@ -72,8 +72,8 @@ def further_arguments(value: Any) -> list[str]:
 
 
 def named_arguments(value: Any) -> list[str]:
-    """Return the arguments that identify the kind of a setting: the words among them, and the names
-    of other arguments that are not defaults."""
+    """Return the arguments that identify the kind of a setting: required arguments that are words,
+    and the names of other arguments that are not defaults."""
     words = [
         str(getattr(value, item.name))
         for item in _fields(value)
@@ -84,7 +84,7 @@ def named_arguments(value: Any) -> list[str]:
 
 
 def _in_its_place(item: dataclasses.Field[Any], value: Any) -> bool:
-    """Return whether a field is shown without its key."""
+    """Return True if a field is shown by position, without its key."""
     if item.default is dataclasses.MISSING:
         return True
     return (
@@ -93,8 +93,7 @@ def _in_its_place(item: dataclasses.Field[Any], value: Any) -> bool:
 
 
 def _shown(content: Any) -> str:
-    """Return a value in a place of its own; several numbers, which take the rest, one after the
-    other."""
+    """Return a value as text without its key; several numbers are separated by commas."""
     if isinstance(content, tuple):
         return ",".join(map(str, content))
     return _quote(_as_text(content))
@@ -105,7 +104,7 @@ def _as_text(content: Any) -> str:
 
 
 def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
-    """Return those with a place of their own first."""
+    """Return the fields of a dataclass, positional ones first."""
     return sorted(dataclasses.fields(kind), key=lambda item: bool(item.kw_only))
 
 
@@ -114,8 +113,9 @@ def _quote(text: str) -> str:
 
 
 def split(text: str, mark: str, limit: int = 0, *, escapes: bool = False) -> list[str]:
-    """Split at `mark` outside double quotes, at most `limit` times where it is positive; `escapes`:
-    within quotes a backslash lets a quote stand for itself, as in JSON."""
+    """Split at `mark` outside double quotes, at most `limit` times if `limit` is positive. With
+    `escapes`, a backslash within quotes escapes a quote, as in JSON. Raises InputError if a quote
+    is not closed."""
     parts: list[str] = []
     quoted = escaped = False
     start = 0
@@ -131,15 +131,16 @@ def split(text: str, mark: str, limit: int = 0, *, escapes: bool = False) -> lis
 
 
 def quote_value(text: str) -> str:
-    """Return a value as it stands in a setting, `name=value; name=value`: in quotes, as in JSON,
-    where it could be taken for something else."""
+    """Return a value as written in a setting, `name=value; name=value`. Values with special
+    characters are quoted as in JSON."""
     return (
         json.dumps(text, ensure_ascii=False) if re.search(r'[;"\\\s]', text) else text
     )
 
 
 def unquote_value(text: str) -> str:
-    """Return the argument of `quote_value` from its result; a spec may contain quotes."""
+    """Return the value that `quote_value` has quoted. A text that is no JSON string is returned as
+    it is, since a spec may contain quotes."""
     try:
         content = json.loads(text) if text.startswith('"') else text
     except ValueError:
@@ -149,7 +150,7 @@ def unquote_value(text: str) -> str:
 
 def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
     """Return an object of one of `kinds`, dataclasses by name, from its spec. Raises InputError for
-    a wrong spec; `what` names the kinds in the message."""
+    a wrong spec; `what` is the kinds' name in the message, such as "rule"."""
     body, *after = split(text.strip(), "@", limit=1)
     number, *more = split(after[0], ",", limit=1) if after else ("",)
     name, *args = split(body, ":", limit=1)
@@ -180,7 +181,7 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
 
 @cache
 def _types(kind: Hashable) -> Mapping[str, object]:
-    """Return the types of a dataclass's fields, which take long to find."""
+    """Return the types of a dataclass's fields by name, cached because finding them is slow."""
     hints = get_type_hints(kind)
     return {item.name: hints[item.name] for item in _fields(kind)}
 
@@ -188,8 +189,9 @@ def _types(kind: Hashable) -> Mapping[str, object]:
 def parse(
     value: Any, label: str, what: str, kinds: Mapping[str, type[T]], base: type[T]
 ) -> T:
-    """Return an object of one of `kinds` from its spec; a `base` is returned as it is. Raises
-    InputError that begins with `label` and the spec; `what` names the kinds."""
+    """Return an object of one of `kinds` from its spec; an object of type `base` is returned
+    unchanged. Raises InputError that begins with `label` and the spec; `what` is the kinds'
+    name."""
     if isinstance(value, base):
         return value
     if not isinstance(value, str):
@@ -203,7 +205,7 @@ def parse(
 def _arguments(
     name: str, args: list[str], kind: type, types: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the values of a term's arguments, by their fields' names."""
+    """Return the values of a term's arguments by field name."""
     fields = [item for item in _fields(kind) if item.name not in BOUNDS]
     keys = [item.name for item in fields]
     positional = [item.name for item in fields if not item.kw_only]
@@ -234,12 +236,12 @@ def _arguments(
 
 
 SHARED_KEYS = ("unchecked", "floor", "budget", "begin", "end")
-"""Arguments of every lenient rule or head, which `template` leaves out."""
+"""Arguments that every lenient rule or head takes; `template` leaves them out."""
 
 
 def template(name: str, kind: type) -> str:
-    """Return the form of a kind's specs: required arguments in capitals, optional ones with their
-    keys in brackets, such as `topk:K[,margin=…,ratio=…]`."""
+    """Return the form of a kind's specs, such as `topk:K[,margin=…,ratio=…]`: required arguments in
+    capitals, optional ones with their keys in brackets."""
     required: list[str] = []
     optional: list[str] = []
     for item in _fields(kind):
@@ -259,8 +261,8 @@ def template(name: str, kind: type) -> str:
 
 
 def named_settings(name: str, grid: Iterable[str]) -> list[str]:
-    """Return the specs of a grid that a rule's name stands for, such as topk or fuzzy:js, those
-    without further arguments where there are any."""
+    """Return the specs of a grid that belong to a rule's name such as topk or fuzzy:js. If some of
+    them have no further arguments, only these are returned."""
     named = [
         spec
         for spec in grid
@@ -271,7 +273,8 @@ def named_settings(name: str, grid: Iterable[str]) -> list[str]:
 
 
 def convert(what: str, text: str, kind: object) -> object:
-    """Convert text to a value of a kind. Raises InputError that describes the expected text."""
+    """Convert text to a value of type `kind`. Raises InputError that names `what` and describes the
+    expected text."""
     from_text, expected = _KINDS.get(kind, (str, "given"))
     try:
         if not text:

@@ -1,4 +1,4 @@
-"""Texts that are kept by what they answer, so that nothing is asked twice. No torch."""
+"""Answers stored by the key of their question, so that no question is sent twice. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from filelock import FileLock
 
 
 class TextStore:
-    """Texts in a file that several processes may add to, by keys."""
+    """A file of texts by key. Several processes may append to it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -23,7 +23,7 @@ class TextStore:
                 record = json.loads(line)
                 self._known[record["key"]] = record["text"]
             except (ValueError, LookupError, TypeError):
-                continue  # of a process that was killed as it wrote; retrying
+                continue  # torn by a process killed while writing
 
     def __contains__(self, key: str) -> bool:
         return key in self._known
@@ -32,7 +32,7 @@ class TextStore:
         return self._known[key]
 
     def add(self, key: str, text: str) -> None:
-        """Keep a text, at once."""
+        """Add a text and append it to the file at once."""
         with self._lock:
             self._known[key] = text
             self.path.parent.mkdir(parents=True, exist_ok=True)

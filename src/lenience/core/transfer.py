@@ -1,4 +1,4 @@
-"""Numbers to a device and back, without waiting for a GPU where that can be."""
+"""Copies of numbers to a device and back, without waiting for a GPU where possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Copy numbers to a device. A GPU takes them in its own order, without a synchronisation."""
+    """Copy numbers to a device. The copy to a GPU is asynchronous, in stream order."""
     on_host = torch.tensor(numbers, device="cpu")
     return (
         on_host.pin_memory().to(device, non_blocking=True)
@@ -25,8 +25,8 @@ def looks_cheaply(tensor: Tensor) -> bool:
 
 
 def to_host_async(numbers: Tensor) -> Callable[[], list[Any]]:
-    """Return a function that returns a device's numbers as a list. A GPU is synchronised when the
-    function is called."""
+    """Start to copy numbers to the host. Return a function that waits for the copy and returns the
+    numbers as a list."""
     if numbers.device.type != "cuda":
         return numbers.tolist
     host = numbers.to("cpu", non_blocking=True)

@@ -11,7 +11,7 @@ Parents = Sequence[int]
 
 
 def depths(parents: Parents) -> list[int]:
-    """Return how many tokens of the tree stand before each."""
+    """Return each token's depth: the number of tokens before it on its path."""
     found: list[int] = []
     for parent in parents:
         found.append(found[parent] + 1 if parent >= 0 else 0)
@@ -19,7 +19,7 @@ def depths(parents: Parents) -> list[int]:
 
 
 def lineage(parents: Parents) -> NDArray[np.bool_]:
-    """Return [n, n]: whether the second token is the first one or stands before it."""
+    """Return [n, n] bool: entry [i, j] is True if token j is token i or an ancestor of it."""
     seen = np.eye(len(parents), dtype=bool)
     for i, parent in enumerate(parents):
         if parent >= 0:
@@ -28,8 +28,8 @@ def lineage(parents: Parents) -> NDArray[np.bool_]:
 
 
 def paths(parents: Parents) -> list[list[int]]:
-    """Return the tokens from the prefix to each of the leaves, in the leaves' order; one path of
-    none for an empty tree."""
+    """Return the path of token indices from the prefix to each leaf, in the leaves' order. An empty
+    tree has one empty path."""
     inner = set(parents)
     found = [_path(parents, leaf) for leaf in range(len(parents)) if leaf not in inner]
     return found or [[]]
@@ -46,7 +46,8 @@ def _path(parents: Parents, node: int) -> list[int]:
 def followed(
     parents: Parents, tokens: Sequence[int], sequence: Sequence[int]
 ) -> list[int]:
-    """Return the longest path of a tree of `tokens` that a sequence takes."""
+    """Return the longest path of a tree, as indices into its `tokens`, that agrees with the
+    beginning of a sequence."""
     children = {(parent, tokens[i]): i for i, parent in reversed([*enumerate(parents)])}
     path = list[int]()
     node = -1

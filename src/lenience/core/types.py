@@ -1,9 +1,8 @@
-"""The nouns of a decoding cycle: what is drafted, what the target reads, what is decided and kept.
+"""The data types of a decoding cycle: drafts, the target's readings, verdicts and steps.
 
-Everything is batched: B rows are decoded together, each with its own history and its own
-acceptance. Of a window of W drafted tokens, state 0 of logits and hidden states is the one after
-the prefix, which predicts the first drafted token, and state i + 1 the one after the i-th drafted
-token was read.
+Everything is batched: B rows are decoded together, each with its own history and its own number of
+accepted tokens. For a window of W drafted tokens there are W + 1 logits and hidden states. State 0
+follows the prefix and predicts the first drafted token; state i + 1 follows drafted token i.
 """
 
 from __future__ import annotations
@@ -19,42 +18,44 @@ from torch import Tensor
 Finish = Literal["eos", "stop", "length", "context"]
 Origin = Literal["draft", "draft-lenient", "draft-trusted", "correction", "bonus"]
 Draws = Literal["with-replacement", "without-replacement"]
-"""Ways in which sibling tokens of a tree are drawn."""
+"""Ways of drawing the sibling tokens of a tree."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A proposed window for each row: at most W tokens, perhaps none."""
+    """A proposed window of at most W tokens for each row; windows may be empty."""
 
     tokens: Tensor
-    """[B, W]; what stands from a row's length on is not proposed."""
+    """[B, W]; entries from a row's length on are padding."""
     lengths: Tensor
-    """[B]: how many tokens are proposed for each row."""
+    """[B]: number of tokens proposed for each row."""
     logits: Tensor | None = None
-    """[B, W, V]: what each token was picked from, after the logits processors; None where the
-    tokens are proposed for certain, with probability 1."""
+    """[B, W, V]: logits that each token was picked from, after the logits processors; None if the
+    tokens are proposed with probability 1."""
     hidden: Tensor | None = None
-    """[B, W + 1, H]: the draft's states, see the module; None unless a rule asked for them."""
+    """[B, W + 1, H]: hidden states of the draft model, numbered as in the module's docstring; None
+    unless requested."""
     parents: Sequence[Sequence[int]] | None = None
-    """[B][W]: which of the window's tokens each one follows, one before it, or -1 for the prefix;
-    None for a chain, where each follows the one before it."""
+    """[B][W]: index of each token's parent in the window, an earlier token, or -1 for the prefix;
+    None for a chain."""
     draws: Draws | None = None
-    """Way in which a tree's tokens were drawn from `logits`, siblings in their order; None if they
-    were chosen."""
+    """Way in which a tree's tokens were drawn from `logits`, siblings in order; None if they were
+    chosen."""
     passes: int = 0
-    """Number of model passes for this draft."""
+    """Number of model passes that this draft took."""
     tokens_read: Sequence[int] = ()
-    """[B]: how many tokens these passes read for each row."""
+    """[B]: number of tokens that these passes read for each row."""
     trusted: Tensor | None = None
-    """[B]: how many of the first tokens are kept without asking the target, which does not read a
-    window that is trusted whole."""
+    """[B]: number of tokens at the start of each window that are kept without verification. The
+    target does not read a window whose tokens are all trusted."""
     bonus: bool = True
-    """True if the target's own token follows a window that is kept whole."""
+    """True if a bonus token of the target follows a window that is accepted whole."""
     probs: Tensor | None = None
-    """[B, W, V]: what each token was drawn from, where that is not what the request's temperature
-    and truncation make of `logits`."""
+    """[B, W, V]: distributions that the tokens were drawn from; None if they follow from `logits`
+    by the request's temperature and truncation."""
     cut: Callable[[], list[bool]] | None = None
-    """Tells which rows [B] were cut, as their logits were not finite; None where none was."""
+    """Function that returns [B] bool: True for each row cut because of non-finite logits; None if
+    no row was cut."""
 
     @property
     def width(self) -> int:
@@ -62,14 +63,15 @@ class Draft:
 
     @cached_property
     def proposed(self) -> Tensor:
-        """Return [B, W] bool: which places hold a proposed token."""
+        """Return [B, W] bool: True at positions that hold a proposed token."""
         return (
             torch.arange(self.width, device=self.tokens.device) < self.lengths[:, None]
         )
 
     @cached_property
     def kept_unasked(self) -> Tensor | None:
-        """Return [B, W] bool: which places hold a trusted token; None where nothing is trusted."""
+        """Return [B, W] bool: True at positions that hold a trusted token; None if no token is
+        trusted."""
         if self.trusted is None:
             return None
         return (
@@ -77,7 +79,7 @@ class Draft:
         )
 
     def rows(self, which: Sequence[int]) -> Draft:
-        """Return the windows of some of the rows."""
+        """Return the draft for the rows of these indices alone."""
         parts: dict[str, Any] = {
             item.name: getattr(self, item.name) for item in fields(self)
         }
@@ -92,18 +94,19 @@ class Draft:
 
 @dataclass(frozen=True)
 class Reading:
-    """Output of one pass of a model over B prefixes and the W tokens after each."""
+    """Output of a model's pass over B prefixes and the W tokens after each prefix."""
 
     logits: Tensor
     """[B, W + 1, V]"""
     hidden: Tensor
-    """[B, W + 1, H]: the states that the LM head reads, after the final norm."""
+    """[B, W + 1, H]: hidden states of the requested layers; by default those after the final norm,
+    which the LM head reads."""
     tokens_read: Sequence[int] = ()
-    """[B]: how many tokens the pass read for each row; the others were in the cache."""
+    """[B]: number of tokens that the pass read for each row; earlier tokens were in the cache."""
 
     @cached_property
     def greedy_tokens(self) -> Tensor:
-        """Return [B, W + 1]: the most probable tokens."""
+        """Return [B, W + 1]: the most probable token at each state."""
         return self.logits.argmax(-1)
 
 
@@ -113,21 +116,21 @@ class Verdict:
 
     drafted: list[int]
     path: list[int]
-    """Indices of the accepted drafted tokens, each the child of the one before: 0, 1, 2, … in a
+    """Indices of the accepted drafted tokens, each the child of the one before; 0, 1, 2, … in a
     chain."""
     next_token: int | None
-    """The correction or, where the window was accepted whole, the bonus token; None where nothing
+    """Correction token, or the bonus token after a window accepted whole; None if no token
     follows."""
     exact: list[bool]
     """True for each drafted token that the strict rule accepts at its position; False if the target
     did not read it."""
     scores: list[float | None]
-    """The judge's score of each drafted token that the strict rule rejects; None for the others,
-    and without a judge."""
+    """Judge's score of each drafted token that the strict rule rejects; None for other tokens and
+    for rules without a judge."""
     parents: Sequence[int] | None = None
-    """Index of the token that each drafted token follows, see `Draft.parents`."""
+    """Index of each drafted token's parent, see `Draft.parents`."""
     logprobs: Sequence[float] | None = None
-    """Log-probabilities of the accepted tokens and the next one, if requested."""
+    """Log-probabilities of the accepted tokens and of `next_token`, if requested."""
     read: bool = True
     """True if the target read the window."""
 
@@ -137,8 +140,8 @@ class Verdict:
 
     @cached_property
     def rejected(self) -> int | None:
-        """Return the first drafted token that follows those kept, and is not; None where there is
-        none."""
+        """Return the index of the first drafted token that continues the accepted path but was not
+        accepted; None if the path ends at a leaf."""
         last = self.path[-1] if self.path else -1
         if self.parents is None:
             return last + 1 if last + 1 < len(self.drafted) else None
@@ -147,7 +150,8 @@ class Verdict:
         )
 
     def kept_exactly(self, most: int) -> int:
-        """Return how many tokens the strict rule alone keeps, counted to at most `most`."""
+        """Return the number of drafted tokens that the strict rule alone would keep, at most
+        `most`."""
         if self.parents is None:
             return next((i for i in range(most) if not self.exact[i]), most)
         depth = [0] * len(self.drafted)
@@ -160,8 +164,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Trace:
-    """Where one new token came from; `score` is the judge's for the drafted token at this place,
-    and `logprob` the logarithm of the target's probability, where they were asked."""
+    """Origin of one new token. `score` is the judge's score of the drafted token at this position.
+    `logprob` is the log-probability that the target gave the token. Both are None if missing."""
 
     token: int
     origin: Origin
@@ -179,13 +183,13 @@ class Step:
     """Number of tokens of the window that the strict rule alone would accept."""
     accepted_lenient: int
     """Number of further drafted tokens accepted; below 0 for a rule that rejects tokens that the
-    strict one accepts."""
+    strict rule accepts."""
     text: str
-    """The text that this step adds, incomplete characters and possible stop strings held back until
-    they are decided."""
+    """Text that this step adds. Incomplete characters and possible beginnings of stop strings are
+    held back until they are decided."""
     finish: Finish | None = None
     target_passes: int = 1
-    """0 where the window was trusted."""
+    """Number of target passes; 0 if the whole window was trusted."""
     target_tokens: int = 0
     """Number of tokens that the target read."""
     draft_passes: int = 0
@@ -201,5 +205,5 @@ class Step:
 
     @property
     def kept(self) -> int:
-        """Return how many drafted tokens."""
+        """Return the number of drafted tokens kept."""
         return sum(entry.origin.startswith("draft") for entry in self.trace)

@@ -1,6 +1,7 @@
 """Threads for blocking calls.
 
-Unlike those of an executor they do not delay the process's end: a call that hangs is abandoned.
+Unlike the threads of an executor, they do not delay the end of the process: a call that hangs is
+abandoned.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from threading import Thread
 from typing import Any, Generic, TypeVar
 
 ENDING = 1.0
-"""Seconds in which threads that have nothing left to do end."""
+"""Seconds that idle threads get to end."""
 T = TypeVar("T")
 A = TypeVar("A")
 
 
 class Workers(Generic[T]):
-    """At most `most` threads, begun as they are needed."""
+    """A pool of at most `most` threads, started as needed."""
 
     def __init__(self, most: int):
         self._most = most
@@ -28,7 +29,7 @@ class Workers(Generic[T]):
         self._waiting = SimpleQueue[tuple[Future[T], Callable[[], T]] | None]()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Do work as soon as a thread is free."""
+        """Run `work` as soon as a thread is free. Return its future."""
         future = Future[T]()
         self._waiting.put((future, work))
         if len(self._threads) < self._most:
@@ -37,11 +38,12 @@ class Workers(Generic[T]):
         return future
 
     def close(self) -> None:
-        """Let threads end after the submitted work, and abandon those that take longer."""
+        """Let the threads end after the submitted work; abandon those that take longer than ENDING
+        seconds."""
         for _ in self._threads:
             self._waiting.put(None)
         until = time.monotonic() + ENDING
-        for thread in self._threads:  # one that ends as the process does would abort it
+        for thread in self._threads:  # ending during interpreter exit would abort it
             thread.join(max(0.0, until - time.monotonic()))
         self._threads = []
 
@@ -57,8 +59,8 @@ class Workers(Generic[T]):
 
 
 def each(function: Callable[[A], Any], values: Iterable[A], most: int) -> list[Any]:
-    """Return a function's results for some values, in order, with `most` calls at once. Raises the
-    first exception and starts no further calls then."""
+    """Return a function's results for the values, in order, with at most `most` calls at a time.
+    Raises the first exception; no further calls start then."""
     workers = Workers[Any](most)
     futures = [workers.submit(partial(function, value)) for value in values]
     try:

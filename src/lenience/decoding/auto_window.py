@@ -19,49 +19,48 @@ from lenience.heads.head import load_head
 from lenience.models.session import Session
 
 STOP_THRESHOLDS = (0.3, 0.5, 0.7)
-"""Thresholds at which a stop head is tried."""
+"""Thresholds tried for a stop head."""
 CANDIDATES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""The windows that one is picked from."""
+"""Windows to choose from."""
 PILOT_PROMPTS = 8
 PILOT_TOKENS = 64
-"""On how many prompts, and of how many new tokens, it is counted what a rule keeps."""
+"""Number of prompts, and of new tokens per prompt, on which accepted tokens are counted."""
 MOST_SECONDS = 1.0
 LEAST_ROUNDS = 2
 MOST_ROUNDS = 21
-"""Limits of timing cycles: seconds, and rounds over all windows, of which the first is a
-warm-up."""
+"""Limits of timing cycles: seconds, and rounds over all windows. The first round is a warm-up."""
 
 
 Cycle = tuple[int, int]
-"""Numbers of drafted and of accepted tokens of a cycle."""
+"""Numbers of drafted and accepted tokens of a cycle."""
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """How drafting ends."""
+    """A window, a stop condition and a tree, with their estimated speed."""
 
     window: int
     stop: Stop
     tokens_per_second: float = 0.0
-    """Estimated."""
+    """Estimated speed in tokens per second."""
     tree: Tree = field(default_factory=Chain)
 
 
 def fastest_window(
     cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: Stop
 ) -> Drafting:
-    """Return the window with the most tokens per second, by `cycles` with a wide window and by the
-    `seconds` of a cycle at each window.
+    """Return the window with the most tokens per second. `cycles` were run with a wide window;
+    `seconds` is the time of a cycle at each window.
 
-    The tokens of a wide cycle are cut into narrow windows one after the other. The start of a wide
-    cycle alone would mislead: a window within a long stretch of kept tokens is kept more often.
+    The tokens of a wide cycle are cut into consecutive narrow windows. The start of each wide cycle
+    alone would mislead: a window within a long run of accepted tokens is accepted more often.
     """
     tokens = sum(
         kept + (stop.keeps_bonus or kept < drafted) for drafted, kept in cycles
     )
 
     def narrow(drafted: int, kept: int, window: int) -> int:
-        """Return how many narrow cycles a wide one takes."""
+        """Return the number of narrow cycles that decode the tokens of a wide cycle."""
         if stop.keeps_bonus or not window:
             return -(-(kept + 1) // (window + 1))
         if kept < drafted:
@@ -81,8 +80,9 @@ def fastest_window(
 def stopped(
     cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: Stop
 ) -> Drafting:
-    """Return the widest window with a stop condition that ended these `cycles`; `seconds` are of
-    cycles that it was asked in, and did not end."""
+    """Return the widest window with a stop condition, and their estimated speed. The stop condition
+    ended these `cycles`; `seconds` are times of cycles in which it was queried but ended
+    nothing."""
     windows = sorted(seconds)
     took = np.interp(
         [drafted for drafted, _ in cycles], windows, [seconds[w] for w in windows]
@@ -92,8 +92,8 @@ def stopped(
 
 
 def learned_stops(rule: Rule) -> list[Likely]:
-    """Return the stop head that lies next to the rule's judge and learned its rejections, at each
-    tried threshold."""
+    """Return the stop head stored next to the rule's judge, once per threshold to try. Only a stop
+    head that learned this judge's rejections counts."""
     for judge in rule.heads:
         folder = Path(judge.path).parent / "stop"
         if (folder / "stop.json").is_file():
@@ -106,15 +106,15 @@ def learned_stops(rule: Rule) -> list[Likely]:
 def cycle_seconds(
     session: Session, drafter: Drafter, rule: Rule, ctx: Context, rows: list[Row]
 ) -> dict[int, float]:
-    """Return the seconds of a cycle after the rows' prefixes at each of the windows to choose from:
-    medians over several rounds."""
+    """Return the median seconds of a cycle at each of CANDIDATES, for windows after the rows'
+    prefixes. The first round is not counted."""
     seconds: dict[int, list[float]] = {window: [] for window in CANDIDATES}
     end = time.perf_counter() + MOST_SECONDS
     rounds = 0
     while rounds < LEAST_ROUNDS or (time.perf_counter() < end and rounds < MOST_ROUNDS):
         for window in CANDIDATES:
             began = time.perf_counter()
-            # no cycle came before: a stop condition that adapts does not
+            # without a last step, so that an adaptive stop condition does not adapt
             fresh = [replace(row, last=None) for row in rows]
             at_window = replace(ctx, rows=fresh, window=window)
             room = [min(window + 1, session.room(row.prefix)) for row in rows]

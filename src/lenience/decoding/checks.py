@@ -1,4 +1,4 @@
-"""Whether the parts of a decoder go together, and fit a pair's models."""
+"""Checks that the parts of a decoder fit together and fit a pair's models."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lenience.rules.lossless import is_lossless, refuse_forbidden, refuse_lossy
 
 
 def draft_of(models: Mapping[str, LM], what: str) -> LM:
-    """Return the draft model. Raises InputError, naming the feature that needs it, if there is
-    none."""
+    """Return the draft model. Raises InputError that names the feature `what` if there is no draft
+    model."""
     if "draft" not in models:
         raise InputError(
             f"{what}: needs a draft model; load the pair with one (--draft)"
@@ -30,8 +30,8 @@ def check_decoder(
     models: Mapping[str, LM],
     fingerprints: Callable[[], Mapping[str, str]],
 ) -> None:
-    """Raise InputError where a decoder's parts do not go together, or a rule, a stop condition or a
-    drafter is not for these models or this temperature."""
+    """Raise InputError if the parts of a decoder do not fit together. The same holds if its rule,
+    stop condition or drafter is not for these models or this temperature."""
     if decoder.alone == "draft":
         draft_of(models, "rule draft")
     if served(decoder.rule) is not None:
@@ -48,7 +48,8 @@ def _check_together(
     models: Mapping[str, LM],
     fingerprints: Callable[[], Mapping[str, str]],
 ) -> None:
-    """Raise InputError where the parts do not go together."""
+    """Raise InputError if the rule, the drafter, the tree and the temperature do not fit
+    together."""
     rule = decoder.rule
     drafter = decoder.drafter
     target = models["target"]
@@ -88,7 +89,7 @@ def _check_offered(decoder: Decoder) -> None:
     drafter = decoder.drafter
     of_drafter = drafter.offers | Parts.DRAWS | Parts.KEPT_WHOLE
     of_tree = ~Parts.NOTHING
-    if decoder.branches:  # its last tokens have no states, and one of its paths is kept
+    if decoder.branches:  # leaves have no states, and one path is kept
         of_tree = ~(Parts.STATES | Parts.KEPT_WHOLE)
         if decoder.temperature > 0 and not decoder.verifies_draws:
             of_tree &= ~Parts.DRAWS
@@ -102,7 +103,7 @@ def _check_offered(decoder: Decoder) -> None:
 
 
 def _check_tree(decoder: Decoder, models: Mapping[str, LM]) -> None:
-    """Raise InputError where trees cannot be proposed or read."""
+    """Raise InputError if the drafter cannot propose the tree or a model cannot run on trees."""
     drafter = decoder.drafter
     tree = decoder.tree
     if tree.choices() and decoder.window != "auto":
@@ -131,7 +132,8 @@ def _check_fit(
     models: Mapping[str, LM],
     fingerprints: Callable[[], Mapping[str, str]],
 ) -> None:
-    """Raise InputError where a rule or stop is not for these models or this temperature."""
+    """Raise InputError if the rule or the stop condition is not for these models or this
+    temperature."""
     stop = decoder.stop
     refuse_forbidden(decoder.rule)
     if stop.skips_verification:

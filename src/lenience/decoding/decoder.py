@@ -1,7 +1,7 @@
-"""Decoder: everything that an answer depends on besides the models, as one typed record.
+"""Decoder: everything besides the models that determines an answer, as one typed record.
 
-It is made at the border, from the command line's flags, keywords, JSON or a setting's text; below
-it nobody reads or prints a spec.
+It is built where options enter, from the command line's flags, keywords, JSON or a setting's text.
+No code further in parses a spec.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from lenience.rules.parsing import parse_rule
 from lenience.rules.strict import Exact
 
 RESOLVERS = {"certified": "lenience.runs.certificate"}
-"""Modules whose `resolve` makes a decoder of options with a rule NAME:…, by name."""
+"""Modules by the NAME of a rule `NAME:…`; their `resolve` makes a decoder of options with such a
+rule."""
 SPECS = ("rule", "drafter", "tree", "stop")
-"""Options that are read from a spec."""
+"""Options that are given as specs."""
 
 
 class DecoderOptions(TypedDict, total=False):
-    """Keywords of `Pair.generate` and the like, which `Options` describes."""
+    """Keywords of `Pair.generate` and similar functions; `Options` describes them."""
 
     rule: str | Rule | Term
     drafter: str | DrafterSpec
@@ -63,8 +64,8 @@ class DecoderOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Ends:
-    """Earlier ends of answers that were certified to a later end. They are decoded as certified,
-    with the same windows, so the result is the beginning of a certified answer."""
+    """Ends of answers that come earlier than the certified end. The windows are those of the
+    certified setting, so the result is the beginning of a certified answer."""
 
     max_new_tokens: int | None = None
     stop_strings: tuple[str, ...] = ()
@@ -72,17 +73,17 @@ class Ends:
 
 @dataclass(frozen=True)
 class Binding:
-    """Facts that a decoder is certified for."""
+    """Facts for which a decoder is certified."""
 
     source: str
-    """The rule as it was asked for, such as certified:RUN."""
+    """Rule as requested, such as certified:RUN."""
     binds: Mapping[str, Any]
-    """Options, and the models, heads and templates, as `Pair.binding` gives them."""
+    """Certified options, models, heads and templates, as in `Pair.binding`."""
 
 
 @dataclass(frozen=True)
 class Decoder(PlainOptions):
-    """How answers are decoded: `Options` with their specs read. Hashable."""
+    """How answers are decoded: `Options` with their specs parsed. Hashable."""
 
     rule: Rule = field(default_factory=lambda: as_rule(Exact()))
     drafter: DrafterSpec = field(default_factory=DraftModel)
@@ -90,22 +91,22 @@ class Decoder(PlainOptions):
     stop: Stop = field(default_factory=Fixed)
     ends: Ends = field(default_factory=Ends)
     seeds_by_prompt: bool = False
-    """True if each prompt has its own seed, as none was given."""
+    """True if each prompt has its own seed because no seed was given."""
     bound_to: Binding | None = field(default=None, compare=False)
-    """Binding of a certificate, if the decoder comes from one."""
+    """Binding of the certificate that the decoder comes from; None without a certificate."""
 
     @classmethod
     def of(
         cls, options: Mapping[str, Any] | Options | None = None, /, **named: Any
     ) -> Decoder:
-        """Make a decoder from options; missing options and None stand for the defaults. A rule, a
-        drafter, a tree and a stop condition may be texts or objects. Raises InputError for a wrong
+        """Make a decoder from options; missing options and None stand for the defaults. Rules,
+        drafters, trees and stop conditions may be specs or objects. Raises InputError for a wrong
         option."""
         given = {
             **(vars(options) if isinstance(options, Options) else options or {}),
             **named,
         }
-        if given.keys() <= set(names()):  # else the name that is no option is told
+        if given.keys() <= set(names()):  # else report the unknown name
             given = {name: value for name, value in given.items() if value is not None}
         rule = given.get("rule")
         if isinstance(rule, str):
@@ -115,18 +116,18 @@ class Decoder(PlainOptions):
         if "rule" not in given and str(given.get("stop", "")).startswith(
             f"{Gate.name}:"
         ):
-            given["rule"] = "speculative"  # SPRINTER verifies a doubted token by that
+            given["rule"] = "speculative"  # as SPRINTER verifies rejected tokens
         return cls().with_options(given)
 
     @classmethod
     def parse(cls, text: str) -> Decoder:
-        """Make a decoder from text such as "judge:run/judge@0.99; window=16; stop=confidence:0.4",
-        the rule first. Raises InputError for wrong text."""
+        """Make a decoder from a setting's text, such as "judge:run/judge@0.99; window=16;
+        stop=confidence:0.4", with the rule first. Raises InputError for wrong text."""
         return cls.of(given_options(text))
 
     def with_options(self, options: Mapping[str, Any]) -> Decoder:
-        """Return the same decoder with some options changed; a certified one is certified no
-        longer. Raises InputError for a name that is no option, or a wrong value."""
+        """Return the decoder with some options changed, no longer bound to a certificate. Raises
+        InputError for an unknown option or a wrong value."""
         if not options:
             return self
         texts = {
@@ -142,7 +143,7 @@ class Decoder(PlainOptions):
             for name, read in _READERS.items()
             if name in options
         }
-        if "tree" in options:  # a planned one has as many levels as the window
+        if "tree" in options:  # a planned tree is at most as deep as the window
             window = changed.get("window", self.window)
             depth = window if isinstance(window, int) and window > 0 else None
             specs["tree"] = parse_tree(options["tree"], depth)
@@ -150,7 +151,7 @@ class Decoder(PlainOptions):
 
     @cached_property
     def options(self) -> Options:
-        """Return the same as names and texts."""
+        """Return the options with their specs as text."""
         values: dict[str, Any] = {}
         for name in names():
             value = getattr(self, name)
@@ -162,8 +163,8 @@ class Decoder(PlainOptions):
         return self.options.to_json()
 
     def changed(self) -> dict[str, Any]:
-        """Return the options that are not the defaults, as in `to_json`, and the rule where there
-        is a gate, with which another one is the default."""
+        """Return the options that differ from the defaults, as in `to_json`. With a gate, the rule
+        is always included, because the gate changes the default rule."""
         defaults = {
             **default_options(),
             **({"rule": None} if isinstance(self.stop, Gate) else {}),
@@ -175,8 +176,8 @@ class Decoder(PlainOptions):
         }
 
     def differing(self, other: Decoder) -> dict[str, Any]:
-        """Return the options besides rule and window that are not as in another, as in
-        `to_json`."""
+        """Return the options, other than rule and window, whose values differ from those of another
+        decoder, as in `to_json`."""
         own = self.to_json()
         others = other.to_json()
         beside = [name for name in own if name not in ("rule", "window")]
@@ -193,22 +194,22 @@ class Decoder(PlainOptions):
 
     @property
     def alone(self) -> str | None:
-        """Return the role of the model that decodes alone, or the server's name; None if drafted
-        tokens are verified."""
+        """Return the role of the model that decodes alone, or the name of an endpoint,
+        "served:NAME". None if drafted tokens are verified."""
         return self.rule.role if isinstance(self.rule, Baseline) else None
 
     @property
     def proposer(self) -> DrafterSpec | None:
-        """Return the drafter; None where one model decodes alone."""
+        """Return the drafter; None if a model decodes alone."""
         return None if self.alone else self.drafter
 
     @property
     def heads(self) -> list[TrainedPart]:
-        """Return the fitted heads that its rule, stop condition and drafter ask."""
+        """Return the trained heads of the rule, the stop condition and the drafter."""
         return [*self.rule.heads, *self.stop.heads, *self.drafter.fitted]
 
     def relocated(self, path: Callable[[str], str]) -> Decoder:
-        """Return the same decoder with its heads at other paths."""
+        """Return the decoder with its heads at other paths."""
         rule = self.rule
         if isinstance(rule, AnyOf):
             rule = rule.with_terms(lambda term: term.relocated(path))
@@ -217,64 +218,65 @@ class Decoder(PlainOptions):
         return replace(self, rule=rule, drafter=drafter, stop=stop)
 
     def without_paths(self) -> Decoder:
-        """Return the same decoder without where its heads lie."""
+        """Return the decoder with only the last part of each head's path, for records without
+        folders."""
         return self.relocated(lambda path: Path(path).name)
 
     @property
     def branches(self) -> bool:
-        """Return whether a window may be a tree."""
+        """Return True if a window may be a tree."""
         return self.proposer is not None and (
             self.drafter.branches or not self.tree.is_chain
         )
 
     @property
     def layers(self) -> Layers:
-        """Return layers of the target whose states the session keeps for the rule."""
+        """Return the layers of the target whose states the session keeps for the rule."""
         return self.rule.needs.layers or LAST.layers
 
     @property
     def keeps_last(self) -> bool:
-        """Return whether the target keeps its last states for the drafter, as the rule is given
-        others."""
+        """Return True if the target must keep its last states separately for the drafter, because
+        the rule reads other layers."""
         reads = self.proposer is not None and self.drafter.reads_last
         return reads and self.layers != LAST.layers
 
     @property
     def verifies_draws(self) -> bool:
-        """Return whether the rule verifies trees by the chances that their tokens were drawn
-        with."""
+        """Return True if trees are verified by the probabilities with which their tokens were
+        sampled."""
         draws = self.temperature > 0 and self.tree.draws is not None
         return draws and self.rule.verifies is not None
 
     @property
     def answer_tokens(self) -> int:
-        """Return the length limit of an answer as it is given."""
+        """Return the maximum number of new tokens in an answer, with `ends` applied."""
         return self.ends.max_new_tokens or self.max_new_tokens
 
     @property
     def answer_stops(self) -> tuple[str, ...]:
-        """Return texts before which answers end."""
+        """Return the stop strings of an answer, with those of `ends`."""
         return (*self.stop_strings, *self.ends.stop_strings)
 
     def seed_of(self, number: int) -> int:
-        """Return the seed of the answer to a prompt, by its number."""
+        """Return the sampling seed of the prompt with this index."""
         return self.seed + (number if self.seeds_by_prompt else 0)
 
     def answer(self, prompt: list[int], window: int, number: int) -> Generation:
-        """Return the answer to a prompt, to be filled."""
+        """Return an empty record for the answer to the prompt with this index."""
         seed = self.seed_of(number) if self.temperature else None
         return Generation(prompt, window, str(self.stop), str(self.tree), seed)
 
     def columns(self, window: int) -> int:
-        """Return how many tokens are read at most after a prefix, by any model."""
+        """Return the maximum number of tokens that any model reads after a prefix."""
         return self.tree.columns(window) * (
             self.proposer.joined if self.proposer else 1
         )
 
 
 def read_rule(rule: object) -> Rule:
-    """Return a rule from its spec, or the baseline target, draft or served:NAME; a rule object is
-    returned as it is. Raises InputError for a wrong spec."""
+    """Return a rule from its spec, or a baseline (target, draft, served:NAME). A rule object is
+    returned unchanged. Raises InputError for a wrong spec."""
     if isinstance(rule, Baseline):
         return rule
     return Baseline(str(rule)) if is_baseline(rule) else parse_rule(cast(Any, rule))

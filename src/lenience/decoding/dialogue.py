@@ -1,4 +1,4 @@
-"""Dialogues: searches that ask for the target's continuations and a drafter's guesses."""
+"""Dialogues: searches that request continuations of the target and guesses of a drafter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lenience.core.workers import Workers
 T = TypeVar("T")
 K = TypeVar("K")
 AT_ONCE = 8
-"""Comparisons."""
+"""Maximum number of concurrent comparisons."""
 WINDOW = 4
-"""Tokens drafted in a cycle of a continuation in another engine; it is exact, so the window changes
-its speed alone."""
+"""Number of tokens drafted per cycle of a continuation in another engine. Verification is exact, so
+the window affects speed only."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Continue:
     limit: int
     stop_strings: tuple[str, ...] = ()
     prompt_length: int = 0
-    """Number of `ids` that belong to the prompt. The others are new tokens, whose draws are
-    counted."""
+    """Number of `ids` that belong to the prompt. The others are new tokens; they set the position
+    of the next random draw."""
     searches: bool = False
-    """True if the next question is likely to be the continuation after the draft's token at its
-    first mismatch."""
+    """True if the next request is likely to be the continuation after the draft's token at this
+    answer's first mismatch."""
 
 
 @dataclass(frozen=True)
 class Predict:
-    """Which token would the drafter put at the position of each of `ids` from `start` on?"""
+    """A request for the drafter's token at the position of each of `ids` from `start` on."""
 
     ids: list[int]
     start: int
@@ -47,33 +47,33 @@ class Predict:
 
 @dataclass(frozen=True)
 class Compare:
-    """A request for a slow comparison of answers, which runs while others decode."""
+    """A request for a slow comparison of answers, which runs while other dialogues decode."""
 
     ask: Callable[[], bool | None]
 
 
 Question = Continue | Predict | Compare
 Dialogue = Generator[Question, Any, T]
-"""Yields questions, wants sent what answers them (the tokens, or what was compared), and returns
-what it was held for."""
+"""Generator that yields requests, receives each result (tokens, guesses or a comparison), and
+returns the outcome of its search."""
 
 
 @dataclass
 class Cost:
-    """Cost of a dialogue as if it ran alone; `seconds` are shared among concurrent dialogues."""
+    """Cost of a dialogue as if it ran alone. Concurrent dialogues share `seconds`."""
 
     target_passes: int = 0
-    """Continuations that are in flight together share their passes."""
+    """Number of target passes; continuations in flight at the same time share passes."""
     target_tokens: int = 0
     unused_tokens: int = 0
-    """Number of these tokens in continuations that were started and then not needed."""
+    """Number of these tokens in continuations that were started but not needed."""
     draft_tokens: int = 0
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class FinishedDialogue(Generic[T]):
-    """Result of the `number`-th dialogue."""
+    """Result of the dialogue with index `number`."""
 
     number: int
     result: T
@@ -81,7 +81,7 @@ class FinishedDialogue(Generic[T]):
 
 
 class ActiveDialogue(Generic[T]):
-    """A dialogue while it is held, one of `together`."""
+    """A dialogue in progress, one of `together` concurrent dialogues."""
 
     def __init__(self, number: int, dialogue: Dialogue[T], together: int):
         self.number = number
@@ -92,8 +92,8 @@ class ActiveDialogue(Generic[T]):
         self._began = time.perf_counter()
 
     def ask(self, answer: Any) -> Question | None:
-        """Return the next question, after the `answer` to the one before it, if any; None where it
-        has ended."""
+        """Send the `answer` to the previous request, if any, and return the next request; None if
+        the dialogue has ended."""
         try:
             return self._dialogue.send(answer)
         except StopIteration as end:
@@ -104,14 +104,14 @@ class ActiveDialogue(Generic[T]):
 
 
 class Comparisons(Generic[K]):
-    """Comparisons in threads, each for a key."""
+    """Comparisons that run in threads, each with a key."""
 
     def __init__(self) -> None:
         self._workers = Workers[bool | None](AT_ONCE)
         self._running: dict[Future[bool | None], K] = {}
 
     def close(self) -> None:
-        """Leave those that run."""
+        """Cancel waiting comparisons and abandon running ones."""
         for future in self._running:
             future.cancel()
         self._workers.close()
@@ -123,13 +123,13 @@ class Comparisons(Generic[K]):
         self._running[self._workers.submit(question.ask)] = key
 
     def wait(self) -> bool:
-        """Wait until a comparison is finished; False if none is running."""
+        """Wait until a comparison is finished. Return False if none is running."""
         futures.wait(self._running, return_when=futures.FIRST_COMPLETED)
         return bool(self._running)
 
     def next(self, wait: bool) -> tuple[K, bool | None] | None:
-        """Return a finished comparison with its result; None if none is finished or running. Raises
-        the comparison's exception."""
+        """Return the key and result of a finished comparison; None if there is none. With `wait`,
+        wait for a running comparison. Raises the comparison's exception."""
         if not self._running:
             return None
         done, _ = futures.wait(

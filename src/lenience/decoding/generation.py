@@ -1,4 +1,4 @@
-"""One answer and what it took."""
+"""An answer with its counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lenience.core.types import Step, Trace
 
 SHOWN = 60
-"""Characters of the text in a repr."""
+"""Maximum number of characters of the text in a repr."""
 
 
 @dataclass(repr=False)
@@ -16,18 +16,17 @@ class Generation:
 
     prompt_tokens: list[int]
     window: int = 0
-    """The draft window, as it was given or picked."""
+    """Draft window, as given or chosen."""
     stop: str = "fixed"
     """Stop condition, as given or chosen."""
     tree: str = "chain"
-    """The shape of what was drafted, as it was given or picked."""
+    """Tree shape, as given or chosen."""
     seed: int | None = None
     """Sampling seed, as given or drawn; None if greedy."""
     tokens: list[int] = field(default_factory=list)
-    """The new tokens, EOS included if it was reached."""
+    """New tokens, including EOS if reached."""
     text: str = ""
-    """Their text, without special tokens and, where a stop string ended it, what follows from
-    there."""
+    """Text of the new tokens, without special tokens; it ends before a stop string."""
     trace: list[Trace] = field(default_factory=list)
     target_passes: int = 0
     draft_passes: int = 0
@@ -36,13 +35,13 @@ class Generation:
     draft_tokens: int = 0
     drafted: int = 0
     accepted_exact: int = 0
-    """Drafted tokens that the strict rule would have kept of the same windows."""
+    """Number of drafted tokens that the strict rule would have accepted in the same windows."""
     accepted_lenient: int = 0
-    """Drafted tokens kept beyond those: what lenience gained, tokens that the target did not read
-    included."""
+    """Number of further drafted tokens accepted: the gain by lenience, including tokens that the
+    target did not read."""
     finish: str = ""
-    """Why it ended: "eos", "stop" (a stop string), "length" (max_new_tokens) or "context" (the
-    model's context is full)."""
+    """Reason for the end: "eos", "stop" (a stop string), "length" (max_new_tokens) or "context"
+    (the model's context is full)."""
     seconds: float = 0.0
 
     def __repr__(self) -> str:
@@ -54,14 +53,14 @@ class Generation:
 
     @property
     def logprobs(self) -> list[float | None]:
-        """Return the logarithm of the probability that the target gave each token, at temperature
-        1; None if log-probabilities were not asked for."""
+        """Return the target's log-probability of each token, at temperature 1 and before logits
+        processors. Entries are None if log-probabilities were not requested."""
         return [entry.logprob for entry in self.trace]
 
     @property
     def tokens_per_pass(self) -> float:
-        """Return new tokens per pass of the target, corrections and bonus tokens included; 0 where
-        the target read nothing."""
+        """Return the number of new tokens per target pass, including corrections and bonus tokens;
+        0 without target passes."""
         return len(self.tokens) / self.target_passes if self.target_passes else 0.0
 
     @property
@@ -82,8 +81,8 @@ class Generation:
         self.finish = step.finish or ""
 
     def end(self, seconds: float, text: str | None, by_draft: bool) -> None:
-        """Record the seconds, and the whole text if it is known. `by_draft`: the draft decoded
-        alone."""
+        """Record the seconds, and the whole text if it is known. `by_draft` is True if the draft
+        model decoded alone: its counts are then those of the draft."""
         self.seconds = seconds
         if by_draft:
             self.target_passes, self.draft_passes = 0, self.target_passes

@@ -1,4 +1,4 @@
-"""A drafter's guesses along a known text, which mining compares with the target's tokens."""
+"""A drafter's guesses along a known text; mining compares them with the target's tokens."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from lenience.models.lm import LM
 from lenience.models.session import Session
 
 ROOM = 2
-"""Remaining token budget with which a drafter proposes one token; the other is the correction."""
+"""Token budget with which a drafter proposes one token: that token and the correction."""
 
 
 class Guesses(Protocol):
-    """A drafter that answers `Predict`."""
+    """A source of answers to `Predict`."""
 
     tokens_read: int
-    """Number of tokens that models have read for guesses, the target included."""
+    """Number of tokens that the models, including the target, have read for guesses."""
 
     def predict(self, question: Predict, ctx: Context) -> list[int | None]:
-        """Return the drafter's token at each position that a question asks for; None where the
-        drafter proposes nothing. `ctx` has one row, at the first of these positions."""
+        """Return the drafter's token at each requested position; None where the drafter proposes
+        nothing. `ctx` has one row, at the first of these positions."""
         ...
 
 
 class CanDecode(Protocol):
-    """The parts of a pair that guesses are made with."""
+    """The parts of a pair that guesses need."""
 
     target: LM
 
@@ -96,7 +96,8 @@ class _ModelGuesses:
 
 class _DrafterGuesses:
     """Guesses of any drafter: the decoding loop with windows of one token, along a given text. The
-    target reads the text in one pass, except for a drafter that writes into the target's cache."""
+    target reads the text in one pass, or step by step if the drafter writes into the target's
+    cache."""
 
     def __init__(self, pair: CanDecode, decoder: Decoder, capacity: int):
         strict = decoder.with_options({"rule": "exact", "window": 1, "stop": "fixed"})
@@ -114,21 +115,22 @@ class _DrafterGuesses:
         for at in range(question.start, len(ids)):
             row.prefix = ids[:at]
             row.position = at - question.prompt_length
-            if row.position:  # in an answer's first cycle the target has read nothing
+            if row.position:  # the target has read nothing before the first cycle
                 state = self._state(ids, at, whole)
                 self._drafter.observe(ctx, state, [_accepts_nothing(ids[at - 1])])
             guesses.append(self._guess(ctx))
         return guesses
 
     def _read(self, ids: list[int], start: int) -> Reading:
-        """Return the target's states after the tokens from `start - 2` on."""
+        """Return the target's states after each token from index `start - 2` to the last but
+        one."""
         before = ids[:-1]
         reading = self._session.read([before], min(len(ids) - start + 1, len(before)))
         self.tokens_read += reading.tokens_read[0]
         return reading
 
     def _state(self, ids: list[int], at: int, whole: Reading | None) -> Reading:
-        """Return the target's state with which the token before position `at` was picked."""
+        """Return the target's state that predicts the token before position `at`."""
         if whole is None:
             step = self._session.read([ids[: at - 1]])
             self.tokens_read += step.tokens_read[0]
@@ -147,5 +149,6 @@ class _DrafterGuesses:
 
 
 def _accepts_nothing(following: int) -> Verdict:
-    """Return the verdict of a cycle after which the token `following` stands."""
+    """Return the verdict of a cycle that accepts no drafted token and ends with the token
+    `following`."""
     return Verdict([], [], following, [], [])

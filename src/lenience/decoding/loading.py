@@ -1,4 +1,4 @@
-"""Loading a pair."""
+"""Load a pair of models."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def load_pair(
     draft: str | PreTrainedModel | None = None,
     **options: Any,
 ) -> Pair:
-    """Load a pair: Hub names or local folders, or loaded `transformers` models with their
-    `tokenizer`; a target alone is a pair for drafters that need no draft model; without names the
-    built-in pair.
+    """Load a target and a draft model: Hub names, local folders or GGUF files, or loaded
+    `transformers` models with their `tokenizer`. A target alone serves drafters that need no draft
+    model. Without names, load the built-in pair.
 
-    The options are those of `lenience.decoding.options.Loading`. Raises InputError where a model
-    can't be loaded or used, or the vocabularies differ.
+    The options are the fields of `lenience.decoding.options.Loading`. Raises InputError if a model
+    cannot be loaded or used, or if the vocabularies differ.
     """
     loading = Loading.of(options)
     if target is None and draft is not None:
@@ -100,7 +100,7 @@ def _load(source: str | PreTrainedModel, role: str, loading: Loading) -> LM:
 
 
 def _from_pretrained(loading: Loading, role: str, dtype: str) -> Mapping[str, Any]:
-    """Return the arguments of from_pretrained, and the device."""
+    """Return the keyword arguments of from_pretrained, and the device."""
     device = loading.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass
 class Request:
-    """A prompt that is being answered."""
+    """A prompt whose answer is in progress."""
 
     row: Row
     response: Response
@@ -42,20 +42,20 @@ class Request:
 
 @dataclass(frozen=True)
 class Read:
-    """Output of the target for the windows that it verified."""
+    """The target's output for the windows that it verified."""
 
     ctx: Context
     draft: Draft
     reading: Reading | None
-    """Reading of the target; None if no window was verified."""
+    """Reading of the target; None if it read no window."""
     rows: Sequence[int] | None
-    """Rows of the cycle that it was asked about; None for all."""
+    """Rows of the cycle whose windows were verified; None for all rows."""
     tokens_read: Sequence[int]
-    """Numbers [B] of tokens that the target read for each row of the cycle."""
+    """[B]: number of tokens that the target read for each row of the cycle."""
 
 
 class NoDrafter(Drafter):
-    """Proposes nothing, so that each cycle is a plain step of the model that reads."""
+    """A drafter that proposes nothing: each cycle is a plain decoding step."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -74,9 +74,11 @@ def decode(
     next_request: Callable[[Request | None], Request | None],
     size: int = 1,
 ) -> Iterator[tuple[Request, Step]]:
-    """Decode requests, `size` of them in a batch, one cycle at a time. `next_request` returns the
-    request that takes the row of a finished one, whose common prefix is not read again, or of none;
-    it returns None when no requests are left."""
+    """Decode requests in batches of at most `size`, one cycle at a time, and yield each row's step.
+
+    `next_request` is called with a finished request, whose row and common prefix the next one
+    reuses, or with None for a free row. It returns None when no requests are left.
+    """
     active = list[Request]()
     profile = session.profile
     while True:
@@ -102,9 +104,9 @@ def decode(
 def cycle(
     session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]
 ) -> tuple[Draft, Sequence[int], list[Verdict]]:
-    """Propose, read and judge windows for the rows of `ctx`, with a remaining budget of `room`
-    tokens each. Return the windows, the number of tokens that the target read for each row, and the
-    verdicts. The caller keeps the result."""
+    """Propose, read and judge windows for the rows of `ctx`, whose remaining token budgets are
+    `room`. Return the windows, the number of tokens that the target read for each row, and the
+    verdicts. The caller records the accepted tokens."""
     draft = propose(session, drafter, ctx, room)
     read = read_windows(session, ctx, draft)
     return draft, read.tokens_read, judge(session, drafter, rule, draft, read)
@@ -113,7 +115,8 @@ def cycle(
 def _beside_models(
     function: Callable[Concatenate[Session, P], T],
 ) -> Callable[Concatenate[Session, P], T]:
-    """Run a part of the cycle without gradients, on the threads that the models leave."""
+    """Run a part of the cycle without gradients and with the session's number of PyTorch
+    threads."""
 
     @wraps(function)
     def run(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -127,13 +130,13 @@ def _beside_models(
 def propose(
     session: Session, drafter: Drafter, ctx: Context, room: Sequence[int]
 ) -> Draft:
-    """Return a window for each row, which ends where its logits stop being finite."""
+    """Return a window for each row, cut before the first token with non-finite logits."""
     room = [
         min(n, session.room_before_switch(row.prefix)) for n, row in zip(room, ctx.rows)
     ]
     session.profile.add("rest")
     draft = cut_non_finite(drafter.propose(ctx, room))
-    # passes of a model are counted by their session
+    # a model's session measures the time of its own passes
     is_drafting = not draft.passes and not isinstance(drafter, NoDrafter)
     session.profile.add("draft" if is_drafting else "rest")
     session.profile.count_cycle()
@@ -142,7 +145,7 @@ def propose(
 
 @_beside_models
 def read_windows(session: Session, ctx: Context, draft: Draft) -> Read:
-    """Run the target over the windows, but for those that are trusted whole."""
+    """Run the target over the windows, except those whose tokens are all trusted."""
     rows = _untrusted(draft)
     tokens_read = [0] * len(ctx.rows)
     if rows is not None:
@@ -160,7 +163,8 @@ def read_windows(session: Session, ctx: Context, draft: Draft) -> Read:
 def judge(
     session: Session, drafter: Drafter, rule: Rule, draft: Draft, read: Read
 ) -> list[Verdict]:
-    """Return the rule's verdict on each window. A window that was not read is kept whole."""
+    """Return the verdict on each window. A window that the target did not read is accepted
+    whole."""
     verdicts = _decide(session, rule, read) if read.reading else []
     warn_of_non_finite(draft.cut, session.lm)
     if read.reading:
@@ -176,7 +180,8 @@ def judge(
 
 
 def _decide(session: Session, rule: Rule, read: Read) -> list[Verdict]:
-    """Return the rule's verdicts on the windows that were read."""
+    """Return the rule's verdicts on the windows that the target read. Raises RunError if a verdict
+    depends on non-finite logits."""
     ctx = read.ctx
     draft = read.draft
     reading = read.reading
@@ -200,8 +205,8 @@ def _decide(session: Session, rule: Rule, read: Read) -> list[Verdict]:
 def _run_target(
     session: Session, ctx: Context, draft: Draft, rows: Sequence[int] | None
 ) -> tuple[Reading, Sequence[int]]:
-    """Run the target over the windows of `rows`. Return the reading and the number of tokens read
-    for each."""
+    """Run the target over the windows of `rows`. Return the reading, and the number of tokens read
+    for each row."""
     prefixes = [row.prefix for row in ctx.rows]
     n = draft.width + 1
     if draft.parents is None:
@@ -216,7 +221,8 @@ def _run_target(
 
 
 def _untrusted(draft: Draft) -> list[int] | None:
-    """Return the rows whose windows are not trusted whole; None where no window may be."""
+    """Return the rows whose windows the target must verify; None if the drafter trusts no
+    tokens."""
     if draft.trusted is None:
         return None
     lengths = draft.lengths.tolist()
@@ -225,7 +231,7 @@ def _untrusted(draft: Draft) -> list[int] | None:
 
 
 def _unread(drafted: list[int]) -> Verdict:
-    """Keep a whole window that the target did not read."""
+    """Return the verdict that accepts a whole window without verification."""
     n = len(drafted)
     exact = [False] * n
     scores = [None] * n
@@ -233,17 +239,17 @@ def _unread(drafted: list[int]) -> Verdict:
 
 
 def _without_bonus(verdict: Verdict) -> Verdict:
-    """Return a verdict after whose window, where it is kept whole, nothing follows."""
+    """Return the verdict without its bonus token, if the window was accepted whole."""
     kept_whole = verdict.drafted and verdict.rejected is None
     return replace(verdict, next_token=None) if kept_whole else verdict
 
 
 def _with_logprobs(verdict: Verdict, logits: Tensor) -> Verdict:
-    """Return a verdict with the log-probabilities of its tokens, by its `logits` [W + 1, V] before
+    """Return the verdict with the log-probabilities of its tokens, from `logits` [W + 1, V] before
     temperature and processors."""
     if verdict.next_token is None:
         return verdict
-    # each token is predicted by the state after the one before it, and state 0 by the prefix
+    # state 0 predicts the first token, and the state after a token predicts the next one
     states = [0, *(i + 1 for i in verdict.path)]
     tokens = [*(verdict.drafted[i] for i in verdict.path), verdict.next_token]
     logprobs = torch.log_softmax(logits[states].float(), -1)  # [k + 1, V]
@@ -252,7 +258,7 @@ def _with_logprobs(verdict: Verdict, logits: Tensor) -> Verdict:
 
 
 def _counted(step: Step, draft: Draft, read: Read, b: int) -> Step:
-    """Return a row's step with the counts of its reading."""
+    """Return the step with the numbers of tokens and passes that row b took."""
     return replace(
         step,
         target_tokens=read.tokens_read[b],
@@ -262,7 +268,7 @@ def _counted(step: Step, draft: Draft, read: Read, b: int) -> Step:
 
 
 def _with_rows(ctx: Context, active: list[Request]) -> Context:
-    """Return the context of the rows that are answered now; the same one while they stay."""
+    """Return the context for the active rows; the same object while the rows do not change."""
     rows = [request.row for request in active]
     same = len(rows) == len(ctx.rows) and all(a is b for a, b in zip(rows, ctx.rows))
     return ctx if same else replace(ctx, rows=rows)
@@ -273,7 +279,7 @@ def _admit(
     next_request: Callable[[Request | None], Request | None],
     size: int,
 ) -> list[Request]:
-    """Add requests up to `size`."""
+    """Add new requests until `size` are active."""
     while len(active) < size and (request := next_request(None)):
         active.append(request)
     return active
@@ -286,7 +292,7 @@ def _replace_finished(
     next_request: Callable[[Request | None], Request | None],
     drafter: Drafter,
 ) -> list[Request]:
-    """Give the rows of finished requests to others; where there are none, the last row fills the
+    """Give the rows of finished requests to new ones. If none are left, the last row moves into the
     gap."""
     rows: list[Request | None] = []
     for request in active:

@@ -1,7 +1,7 @@
 """Options of decoding as names and texts, defined once. No torch.
 
-Flags, the keywords of `Pair.generate`, certificates, settings of a comparison and journals are
-derived from them.
+Command-line flags, the keywords of `Pair.generate`, certificates, settings of a comparison and
+journals are derived from them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from lenience.core import spec
 from lenience.core.errors import InputError
 
 OWN = "lenience"
-"""The engine that is meant where none is named: our own loop."""
+"""Name of lenience's own decoding loop, the default engine."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class PlainOptions:
-    """The options of decoding that are numbers and texts. Raises InputError for a value that no
-    decoding can use."""
+    """The options of decoding that are numbers or texts. Raises InputError for invalid values."""
 
     window: int | Literal["auto"] = 8
     """Maximum number of drafted tokens per cycle. Default: 8, or the certificate's; auto measures
@@ -88,7 +87,7 @@ class PlainOptions:
             raise InputError(f"top_p {self.top_p}: must be in (0, 1]")
 
     def _check_kinds(self) -> None:
-        """Raise InputError where a number is expected and something else was given."""
+        """Raise InputError if the value of a numeric option is not a number."""
         for name, kind in option_types().items():
             if kind in NUMBERS and not _fits(getattr(self, name), kind):
                 raise InputError(
@@ -98,7 +97,7 @@ class PlainOptions:
 
 @dataclass(frozen=True)
 class Options(PlainOptions):
-    """Options of decoding as names and texts. Specs are checked where they are parsed."""
+    """All options of decoding as names and texts. Specs are checked when they are parsed."""
 
     rule: str = "exact"
     """Acceptance rule, such as exact, speculative, topk:K, fuzzy:js@T or judge:PATH@T
@@ -117,7 +116,7 @@ class Options(PlainOptions):
     fallback:P, head:PATH@T or gate:PATH@T. With a gate the default rule is speculative."""
 
     def with_options(self, options: Mapping[str, Any]) -> Options:
-        """Return the same with some options changed. Raises InputError for a name that is none."""
+        """Return the options with some of them changed. Raises InputError for an unknown name."""
         unknown = sorted(options.keys() - names())
         if unknown:
             known = f"there are {', '.join(names())}"
@@ -135,7 +134,7 @@ class Options(PlainOptions):
         }
 
     def text(self, changed: Mapping[str, Any]) -> str:
-        """Return the text of a setting: the rule, and the options that are `changed`."""
+        """Return the text of a setting: the rule, then the `changed` options."""
         parts = [self.rule]
         for name, value in changed.items():
             if name != "rule":
@@ -148,7 +147,7 @@ class Options(PlainOptions):
 
 @dataclass(frozen=True)
 class Loading:
-    """How a pair is loaded."""
+    """Options of loading a pair."""
 
     dtype: str | None = None
     """Precision of the weights: float32, bfloat16, … Default: the checkpoint's own; float32 for the
@@ -173,7 +172,7 @@ class Loading:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Loading:
-        """Return options from the given ones. Raises InputError for an unknown name."""
+        """Make a record from the given options. Raises InputError for an unknown name."""
         known = [item.name for item in fields(cls)]
         unknown = sorted(options.keys() - set(known))
         if unknown:
@@ -203,7 +202,7 @@ ELSEWHERE = {
     "stopping_criteria": "stop_strings and max_new_tokens end an answer",
     "streamer": "pair.stream(prompt) gives each step",
 }
-"""Options that users of `transformers` or vLLM know under other names, with their names here."""
+"""Options of `transformers` or vLLM that have another name or form here, with a hint for each."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing logits by them would overflow."""
 NUMBERS: Mapping[object, str] = {
@@ -215,19 +214,19 @@ NUMBERS: Mapping[object, str] = {
 }
 """Types of numeric options, and their names in error messages."""
 UNBOUND = ("rule", "seed")
-"""Options that a certificate does not bind: the rule, which it certifies, and the seed, as losses
-are averages."""
+"""Options that a certificate does not bind: the rule, which is what it certifies, and the seed,
+because losses are averages."""
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all options, in the order in which settings name them."""
+    """Return the names of all options, in the order used in settings."""
     window, *others = (item.name for item in fields(PlainOptions))
     return ("rule", "drafter", "tree", window, "stop", *others)
 
 
 @cache
 def default_options() -> Mapping[str, Any]:
-    """Return the options that are not given, as in `Options.to_json`."""
+    """Return the default values of all options, as in `Options.to_json`."""
     return Options().to_json()
 
 
@@ -237,7 +236,7 @@ def bound_names() -> tuple[str, ...]:
 
 
 def _fits(value: object, kind: Any) -> bool:
-    """Return whether a value is of one of the types of NUMBERS; True and False are no numbers."""
+    """Return True if a value has one of the types in NUMBERS; booleans are not numbers."""
     others = get_args(kind)
     if value is None or isinstance(value, (bool, str)):
         return (value is None and NoneType in others) or (
@@ -249,13 +248,15 @@ def _fits(value: object, kind: Any) -> bool:
 
 @cache
 def option_types() -> Mapping[str, Any]:
-    """Return the type of each option where only text can be given: a rule is then its spec."""
+    """Return the type of each option when options are given as text, with rules and other specs as
+    str."""
     types = get_type_hints(Options)
     return {name: types[name] for name in names()}
 
 
 def given_options(text: str) -> dict[str, Any]:
-    """Return the options that the text of a setting names, see `Decoder.parse`."""
+    """Return the options in the text of a setting, see `Decoder.parse`. Raises InputError for wrong
+    text."""
     try:
         rule, *rest = (part.strip() for part in spec.split(text, ";", escapes=True))
     except InputError as error:
@@ -286,20 +287,21 @@ def given_options(text: str) -> dict[str, Any]:
 
 
 def takes_options(function: F) -> F:
-    """Show the options of decoding among a function's keywords, for help() and editors."""
+    """Add the options of decoding to a function's signature and docstring, for help() and
+    editors."""
     return _with_keywords(
         function, Options, {**option_types(), "seed": int | None}, {"seed": None}
     )
 
 
 def takes_loading(function: F) -> F:
-    """Show the options of loading among a function's keywords."""
+    """Add the options of loading to a function's signature and docstring."""
     return _with_keywords(function, Loading, get_type_hints(Loading), {})
 
 
 @cache
 def told_options(kind: type) -> Mapping[str, str]:
-    """Return the docstring of each option."""
+    """Return the docstring of each option of a class, as one line."""
     found = []
     for base in reversed(kind.__mro__[:-1]):
         found += parse_from_object(base).params
@@ -311,8 +313,8 @@ def told_options(kind: type) -> Mapping[str, str]:
 def _with_keywords(
     function: F, kind: Any, types: Mapping[str, Any], others: Mapping[str, Any]
 ) -> F:
-    """Show the fields of a class among a function's keywords, with their defaults if there are no
-    `others`, and in its docstring."""
+    """Add the fields of `kind` to a function's signature and docstring as keywords. Their defaults
+    are the fields' own, unless `others` has another default for the name."""
     signature = inspect.signature(function)
     defaults = kind()
     shown = [

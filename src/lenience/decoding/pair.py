@@ -1,4 +1,4 @@
-"""Pair: a target and a draft that share a vocabulary, and what a user does with them."""
+"""Pair: a target and a draft model with one vocabulary, and the functions that decode with them."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ from lenience.models.threads import torch_threads
 
 T = TypeVar("T")
 BATCH_SIZE = 16
-"""Prompts that are answered together."""
+"""Default number of prompts per batch."""
 SEED_BITS = 31
-"""Bits of a drawn seed."""
+"""Number of bits of a random seed."""
 
 
 @dataclass(frozen=True)
 class Reporting:
-    """Extra outputs of an answer."""
+    """Extra outputs requested with an answer."""
 
     profile: Profile | None = None
     """Profile that receives wall-clock times."""
     logprobs: bool = False
     """True if log-probabilities of the tokens are reported."""
     stream: bool = False
-    """True if each step has its text."""
+    """True if each step carries its text."""
 
     def __post_init__(self) -> None:
         if self.profile is not None and not isinstance(self.profile, Profile):
@@ -74,14 +74,15 @@ class Reporting:
 
 
 class Pair:
-    """A target, and a draft of the same vocabulary where there is one. Raises InputError where
-    their vocabularies differ."""
+    """A target model and, optionally, a draft model with the same vocabulary. Raises InputError if
+    the vocabularies differ."""
 
     engine_name = OWN
     """Engine that runs the models: lenience's own loop, or another engine with its version."""
 
     noise: Mapping[str, int] | None = None
-    """Differences between two answers of a reference server to the same greedy requests."""
+    """Number of answers that differ between two runs of the same greedy requests on a reference
+    server."""
 
     def __init__(self, target: LM, draft: LM | None, name: str):
         self.target = target
@@ -99,13 +100,13 @@ class Pair:
         return f"<Pair {self.name}: {models}>"
 
     def require_draft(self, what: str) -> LM:
-        """Return the draft model. Raises InputError, naming the feature that needs it, if the pair
-        has none."""
+        """Return the draft model. Raises InputError that names the feature `what` if the pair has
+        none."""
         return draft_of(self.models, what)
 
     @property
     def models(self) -> dict[str, LM]:
-        """Return the models by their roles."""
+        """Return the models by role."""
         draft = {} if self.draft is None else {"draft": self.draft}
         return {"target": self.target, **draft}
 
@@ -116,14 +117,14 @@ class Pair:
         return {**models, "tokenizer": self.target.tokenizer_fingerprint}
 
     def compile(self, *, export: bool = True) -> bool:
-        """Run the models through exported graphs on a CPU in float32, or recorded passes on a GPU,
-        see `lenience.models.compile.compile_model`. Return True if all models are compiled."""
+        """Compile the models: exported graphs on a CPU in float32, recorded passes on a GPU, see
+        `lenience.models.compile.compile_model`. Return True if all models are compiled."""
         return all([compile_model(lm, export=export) for lm in self.models.values()])
 
     @property
     def torch_threads(self) -> int | None:
-        """Return the number of PyTorch threads besides the models: one if exported graphs, which
-        wait by spinning, use the cores; None for PyTorch's own."""
+        """Return the number of PyTorch threads outside the models: 1 if exported graphs, which wait
+        by spinning, use the cores; None for PyTorch's default."""
         on_cpu = all(lm.device.type == "cpu" for lm in self.models.values())
         return 1 if self.compiled and on_cpu else None
 
@@ -133,12 +134,12 @@ class Pair:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the target's, whose ids prompts and answers are."""
+        """Return the target's tokenizer; prompts and answers use its ids."""
         return self.target.tokenizer
 
     def encode(self, prompt: Prompt, reader: LM) -> list[int]:
-        """Return the ids of a prompt as the target has it, whichever of the models reads it. Raises
-        InputError, see `LM.encode`."""
+        """Return the token ids of a prompt, by the target's tokenizer and chat template, checked
+        for the model `reader`. Raises InputError, see `LM.encode`."""
         own = reader is self.target
         ids = self.target.encode(prompt, any_length=not own)
         return ids if own else reader.encode(ids)
@@ -156,9 +157,9 @@ class Pair:
         """Answer one prompt: text, chat messages, or token ids as a list, an array, a tensor or a
         tokenizer's output.
 
-        A `decoder` holds all options; further keywords change some of them. A `profile` receives
-        wall-clock times. With `logprobs` the answer has the target's log-probability of each token.
-        Raises InputError for an unusable prompt or wrong options.
+        A `decoder` holds all options; further keywords override some of them. A `profile` receives
+        wall-clock times. With `logprobs`, the answer has the target's log-probability of each
+        token. Raises InputError for an unusable prompt or wrong options.
         """
         telling = Reporting(profile, logprobs)
         ((_, out),) = self._completed(
@@ -177,12 +178,12 @@ class Pair:
         logprobs: bool = False,
         **options: Unpack[DecoderOptions],
     ) -> list[Generation]:
-        """Answer many prompts, `batch_size` of them in a batch, with the same results as `generate`
+        """Answer prompts in batches of at most `batch_size`, with the same results as `generate`
         one by one, in order. Prompts may also be one padded batch of ids.
 
-        The next prompt takes a finished answer's row at once. An answer's `seconds` run from its
-        start to its end, while others are decoded. Raises InputError, before any work, for an
-        unusable prompt, wrong options or a cache that does not fit into memory.
+        The next prompt takes over the row of a finished answer at once. An answer's `seconds` run
+        from its start to its end and include work on other rows. Raises InputError, before any
+        work, for an unusable prompt, wrong options or a cache that does not fit into memory.
         """
         telling = Reporting(profile, logprobs)
         answers = dict(
@@ -201,8 +202,8 @@ class Pair:
         logprobs: bool = False,
         **options: Unpack[DecoderOptions],
     ) -> Iterator[tuple[int, Generation]]:
-        """Decode as `generate_batch` does, and yield each answer with its prompt's number as soon
-        as it is finished."""
+        """Decode as `generate_batch` does, and yield each answer with its prompt's index as soon as
+        it is finished."""
         telling = Reporting(profile, logprobs)
         return self._answered(
             prompts, self._seeded(decoder, options), batch_size, telling
@@ -224,9 +225,9 @@ class Pair:
         return self._completed(rows, decoder, size, telling)
 
     def _seeded(self, decoder: Decoder | None, options: Mapping[str, Any]) -> Decoder:
-        """Return the checked decoder of a call, with a seed that is drawn where samples want one
-        and none is given. That of a certified one stays: an audit compares with the target's own
-        sample by the same draws."""
+        """Return the checked decoder of a call. For sampling without a seed, a random seed is
+        drawn. A given or certified decoder keeps its seed: an audit compares with the target's
+        sample from the same draws."""
         asked = decoder.with_options(options) if decoder else Decoder.of(options)
         self.check(asked)
         fixed = decoder is not None or options.get("seed") is not None or asked.bound_to
@@ -241,7 +242,8 @@ class Pair:
         batch_size: int,
         telling: Reporting,
     ) -> Iterator[tuple[int, Generation]]:
-        """Answer prompts. All errors are raised before the first answer."""
+        """Answer prompts and yield finished answers. All errors of the input are raised before the
+        first answer."""
         outs, steps = self._decode(prompts, decoder, batch_size, telling)
         return self._finished(outs, steps, decoder)
 
@@ -271,22 +273,23 @@ class Pair:
         logprobs: bool = False,
         **options: Unpack[DecoderOptions],
     ) -> Iterator[Step]:
-        """Answer one prompt and yield each cycle's step; `step.text` is its new text."""
+        """Answer one prompt and yield each cycle's step; `step.text` is its new text. Raises
+        InputError as `generate` does."""
         telling = Reporting(profile, logprobs, stream=True)
         _, steps = self._decode([prompt], self._seeded(decoder, options), 1, telling)
         return (step for _, step in steps)
 
     def decoder(self, options: Mapping[str, Any] | Decoder) -> Decoder:
-        """Return the decoder that options come to, checked for this pair. Raises InputError as
-        `check` does."""
+        """Return the decoder for some options, checked for this pair. Raises InputError as `check`
+        does."""
         decoder = options if isinstance(options, Decoder) else Decoder.of(options)
         self.check(decoder)
         return decoder
 
     def check(self, decoder: Decoder) -> None:
-        """Raise InputError if parts of a decoder do not fit together, a head belongs to other
-        models, a rule has no meaning at this temperature, or the decoder differs from what was
-        certified."""
+        """Raise InputError if the parts of a decoder do not fit together or do not fit this pair.
+        That includes heads of other models, rules without a meaning at this temperature, and
+        deviations from the certified setup."""
         if decoder.bound_to:
             check_binding(decoder.bound_to, self.binding(decoder))
         check_decoder(decoder, self.models, lambda: self.fingerprints)
@@ -294,7 +297,8 @@ class Pair:
             _warn_of_another_drafter(decoder)
 
     def reader(self, decoder: Decoder) -> LM:
-        """Return the model whose answers a decoder gives: the target, or the draft alone."""
+        """Return the model whose answers a decoder returns: the draft if it decodes alone, else the
+        target."""
         return (
             self.require_draft("rule draft")
             if decoder.alone == "draft"
@@ -308,8 +312,8 @@ class Pair:
         batch_size: int,
         telling: Reporting,
     ) -> tuple[list[Generation], Iterator[tuple[Request, Step]]]:
-        """Return the answers to fill, and an iterator of their steps. All errors are raised before
-        the first step."""
+        """Return empty answers and an iterator of their steps. All errors of the input are raised
+        before the first step."""
         reader = self.reader(decoder)
         ids = [self.encode(prompt, reader) for prompt in prompts]
         size = min(batch_size, len(ids))
@@ -349,8 +353,8 @@ class Pair:
         return outs, steps
 
     def context(self, decoder: Decoder) -> Context:
-        """Return the sampling parameters of a decoder whose window is a number; options that it
-        leaves out are the model's own."""
+        """Return the sampling parameters of a decoder whose window is a number. Missing options
+        default to the model's generation_config."""
         reader = self.reader(decoder)
         config = reader.model.generation_config
         top_k = decoder.top_k
@@ -377,9 +381,9 @@ class Pair:
         beside: Sequence[LM] = (),
         profile: Profile | None = None,
     ) -> tuple[Session, Drafter]:
-        """Return the target's session and the drafter for `rows` sequences of at most `capacity`
-        tokens, with their own caches. Raises InputError if memory has no room for the caches and
-        for those of the models `beside`, which the caller makes."""
+        """Return the target's session and the drafter, with caches for `rows` sequences of at most
+        `capacity` tokens. Raises InputError if the caches, with those of the models `beside` that
+        the caller makes, do not fit into memory."""
         reader = self.reader(decoder)
         profile = profile or Profile()
         window = int(decoder.window)
@@ -401,7 +405,7 @@ class Pair:
         states = States(decoder.layers, features)
         others = [*(spec.models(needs) if spec else []), *beside]
         cached = [(reader, states), *((lm, LAST) for lm in others)]
-        # a tree's tokens may be more than those that a context has left
+        # a tree may have more tokens than are left in the context
         beyond = decoder.columns(window) if decoder.branches else 0
         lengths = [
             min(capacity, (lm.context_length or capacity) + beyond) for lm, _ in cached
@@ -428,17 +432,20 @@ class Pair:
         sampling: Decoder | None = None,
         guesses: bool = True,
     ) -> Iterator[FinishedDialogue[T]]:
-        """Run dialogues, `size` of them concurrently, and yield each as it ends. A question has at
-        most `capacity` tokens with its answer. `sampling` holds the sampling options of the
-        target's continuations, greedy by default, and the drafter that `Predict` asks; `guesses`
-        is False if no dialogue asks it. Raises InputError if memory has no room for the caches."""
+        """Run dialogues, `size` of them concurrently, and yield each as it ends.
+
+        A request has at most `capacity` tokens with its answer. `sampling` holds the sampling
+        options of the target's continuations (greedy by default) and the drafter that answers
+        `Predict`. `guesses` is False if no dialogue uses `Predict`. Raises InputError if the caches
+        do not fit into memory.
+        """
         limits = DialogueLimits(size, capacity, sampling or Decoder(), guesses=guesses)
         return converse(self, dialogues, limits)
 
     def binding(self, decoder: Decoder) -> dict[str, Any]:
-        """Return the facts besides the options that lenient answers depend on: the models with
-        their dtypes, the tokenizer, its chat template, the target's generation_config, and the
-        heads of the rule, the stop condition and the drafter."""
+        """Return the facts besides the options that lenient answers depend on: the models and their
+        dtypes, the tokenizer, the chat template, the target's generation_config, the drafter, and
+        the heads of all parts."""
         return {
             "models": {
                 role: {"fingerprint": lm.fingerprint, "dtype": lm.dtype}
@@ -452,7 +459,8 @@ class Pair:
         }
 
     def _template(self) -> str | dict[str, Any] | None:
-        """Return the chat template of prompts: its digest, and settings that are not defaults."""
+        """Return the digest of the chat template, with the template settings that are not
+        defaults."""
         lm = self.target
         template = lm.chat.template_of(lm.tokenizer)
         spec = lm.chat.spec
@@ -470,14 +478,13 @@ class Pair:
         batch_size: int = 1,
         **options: Unpack[DecoderOptions],
     ) -> Decoder:
-        """Return the options with a number for the window "auto", and a shape for the tree "auto",
-        for these prompts.
+        """Return the decoder with the window "auto" and the tree "auto" replaced by the fastest
+        choice for these prompts.
 
-        The window is the one of CANDIDATES at which the prompts should be answered fastest. If no
-        stop condition is named and a stop head that learned the judge's rejections lies next to the
-        judge, the widest window with that stop is considered too. A few prompts count the tokens
-        that the rule keeps, and a cycle is timed at each window, for each shape. The choice is made
-        once for a rule, a drafter, a stop condition, the sampling and a batch size.
+        A pilot on a few prompts counts the tokens that the rule accepts. A cycle is timed at each
+        window of CANDIDATES and for each tree. If no stop condition is given, a stop head next to
+        the judge that learned the judge's rejections is tried too, at the widest window. The choice
+        is cached by decoder and batch size.
         """
         asked = decoder.with_options(options) if decoder else Decoder.of(options)
         self.check(asked)
@@ -485,8 +492,8 @@ class Pair:
         return self._settled(ids, min(batch_size, len(ids)), asked)
 
     def _settled(self, ids: list[list[int]], size: int, decoder: Decoder) -> Decoder:
-        """Return the decoder with its window or, for "auto", with the fastest window, stop
-        condition and tree shape."""
+        """Return the decoder with a number as its window. For "auto", the window, the stop
+        condition and the tree are the fastest."""
         if decoder.proposer is None or not ids:
             return replace(decoder, window=0)
         if decoder.window != "auto":
@@ -529,7 +536,7 @@ class Pair:
             else []
         )
         if stops and self._can_ask(stops[0], decoder):
-            # with a stop that never ends a window
+            # time cycles in which the stop condition is queried but ends no window
             asked = replace(decoder, stop=replace(stops[0], threshold=1.0))
             seconds = self._cycle_seconds(ids, size, asked)
             for stop in stops:
@@ -538,8 +545,8 @@ class Pair:
         return max(tried, key=lambda drafting: drafting.tokens_per_second)
 
     def _can_ask(self, stop: Stop, decoder: Decoder) -> bool:
-        """Return whether a stop condition was fitted to this draft, as the rule's judge need not
-        have been."""
+        """Return True if a stop condition works with this pair: its head may be for another draft
+        than the rule's judge."""
         try:
             self.check(replace(decoder, stop=stop))
         except InputError:
@@ -547,8 +554,8 @@ class Pair:
         return True
 
     def _pilot(self, ids: list[list[int]], size: int, decoder: Decoder) -> list[Cycle]:
-        """Return the drafted and accepted tokens of cycles with the widest window on some
-        prompts."""
+        """Return the numbers of drafted and accepted tokens of cycles with the widest window, on a
+        few prompts."""
         widest = replace(
             decoder,
             window=max(CANDIDATES),
@@ -562,15 +569,15 @@ class Pair:
     def _cycle_seconds(
         self, ids: list[list[int]], size: int, decoder: Decoder
     ) -> dict[int, float]:
-        """Return the seconds of a cycle at each window."""
+        """Return the median seconds of a cycle at each window."""
         widest = replace(decoder, window=max(CANDIDATES))
         if not decoder.stop.per_token:
-            # a schedule that counts what was kept would narrow the windows that are to be timed
+            # a schedule that adapts to accepted tokens would narrow the windows to be timed
             widest = replace(widest, stop=Fixed())
         prompts = [ids[i % len(ids)] for i in range(size)]
         capacity = max(map(len, prompts)) + max(CANDIDATES)
         session, drafter = self.engine(widest, size, capacity)
-        # within an answer, as some drafters propose nothing in its first cycle
+        # position 1, because some drafters propose nothing in an answer's first cycle
         rows = [
             Row(Noise.for_prompt(decoder.seed, prompt), list(prompt), position=1)
             for prompt in prompts
@@ -579,7 +586,7 @@ class Pair:
 
 
 def _warn_of_another_drafter(decoder: Decoder) -> None:
-    """Warn of a judge that learned from the tokens of another drafter."""
+    """Warn of a judge that was mined with another drafter."""
     drafter = decoder.drafter
     for part in decoder.rule.heads:
         if part.head.drafter != drafter.record:
@@ -593,7 +600,7 @@ def _warn_of_another_drafter(decoder: Decoder) -> None:
 
 
 def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:
-    """Return a function that synchronises the GPUs among the devices; None if there is none."""
+    """Return a function that synchronises the GPUs among the devices; None if there are no GPUs."""
     gpus = [device for device in devices if device.type == "cuda"]
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""What ends a response, and its text as it comes."""
+"""The end of a response, and its text as it streams."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lenience.models.prompts import special_tokens
 
 @dataclass
 class Response:
-    """A response that grows until something ends it: EOS, stop strings, a number of new tokens, the
-    model's context. Nothing is kept, counted or shown past the end; the text ends before a stop
+    """A response that grows until an end: EOS, a stop string, the maximum number of new tokens, or
+    the model's context. Nothing past the end is kept, counted or shown; the text ends before a stop
     string."""
 
     lm: LM
@@ -23,9 +23,9 @@ class Response:
     prompt_length: int
     stop_strings: Sequence[str] = ()
     stream: bool = False
-    """True if steps carry their text; with stop strings they always do."""
+    """True if steps carry their text. With stop strings they always do."""
     shown: int | None = None
-    """Maximum number of new tokens in the answer, if it is below the decoding limit."""
+    """Maximum number of new tokens in the answer; it may be below the limit of decoding."""
     new: int = 0
     finish: Finish | None = None
 
@@ -42,11 +42,11 @@ class Response:
 
     @property
     def room(self) -> int:
-        """Return how many more new tokens are allowed."""
+        """Return the remaining number of new tokens."""
         return self._most_tokens - self.new
 
     def clip(self, verdict: Verdict) -> Step:
-        """Return the step of a verdict, cut off where the response ends."""
+        """Return the step of a verdict, cut at the end of the response."""
         trace = list[Trace]()
         text = ""
         for entry in _entries(verdict):
@@ -58,7 +58,7 @@ class Response:
                 text += self._text.flush() if self._text else ""
                 break
         drafted = sum(entry.origin.startswith("draft") for entry in trace)
-        # nothing past the end
+        # tokens past the end are not counted
         counted = drafted if self.finish else len(verdict.drafted)
         exact = verdict.kept_exactly(counted)
         return Step(
@@ -86,7 +86,7 @@ def until_stop(
     lm: LM, tokens: Sequence[int], stop_strings: Sequence[str]
 ) -> tuple[list[int], str]:
     """Return a response's tokens up to the one that completes a stop string, and the text before
-    it; all of them where there is none."""
+    the stop string; all tokens and text if there is no stop string."""
     if not stop_strings:
         return list(tokens), lm.decode(tokens)
     stream = TextStream(lm, stop_strings)
@@ -99,7 +99,7 @@ def until_stop(
 
 
 def completes_stop(lm: LM, tokens: Sequence[int], stop_strings: Sequence[str]) -> bool:
-    """True if a response holds a stop string."""
+    """True if a response contains a stop string."""
     stream = TextStream(lm, stop_strings)
     for token in tokens if stop_strings else ():
         stream.push(token)
@@ -107,7 +107,7 @@ def completes_stop(lm: LM, tokens: Sequence[int], stop_strings: Sequence[str]) -
 
 
 def _entries(verdict: Verdict) -> list[Trace]:
-    """Return where each token that a verdict keeps came from."""
+    """Return the trace of the tokens that a verdict keeps."""
     lenient: Origin = "draft-lenient" if verdict.read else "draft-trusted"
     entries = []
     logprobs: Sequence[float | None] = verdict.logprobs or [None] * (
@@ -125,8 +125,8 @@ def _entries(verdict: Verdict) -> list[Trace]:
 
 
 class TextStream:
-    """Converts tokens into text as they come. Incomplete characters, and text that may begin a stop
-    string, are held back."""
+    """A converter from tokens to text as they arrive. Incomplete characters, and text that may
+    begin a stop string, are held back."""
 
     def __init__(self, lm: LM, stop_strings: Sequence[str] = ()):
         self.lm = lm
@@ -135,13 +135,13 @@ class TextStream:
         self._stop_ids = _special_among(stop_strings, lm)
         self._ids: list[int] = []
         self._start = 0
-        """Ids before this one are decided; those from it on are decoded together, for spaces
-        between."""
-        self._done = ""  # what the ids from _start on have given so far
+        """Index of the first id that is decoded again with each new token, so that spaces between
+        tokens are right."""
+        self._done = ""  # text so far of the ids from _start on
         self._held = ""
 
     def push(self, token: int) -> str:
-        """Return the text that is decided by one more token."""
+        """Return the new text that is certain after one more token."""
         if token in self._stop_ids:
             rest = self.flush()
             self.stopped = True
@@ -156,13 +156,13 @@ class TextStream:
         self._done = whole
         if (
             len(self._ids) - self._start > 32
-        ):  # keep the tail that is decoded again short
+        ):  # keep the part that is decoded again short
             self._start = len(self._ids) - 4
             self._done = self.lm.decode(self._ids[self._start :])
         return self._release(new)
 
     def flush(self) -> str:
-        """Return the text held back at the end of the response."""
+        """Return the text still held back, at the end of the response."""
         whole = self.lm.decode(self._ids[self._start :])
         rest = "" if self.stopped else self._held + whole[len(self._done) :]
         self._held = ""
@@ -182,8 +182,9 @@ class TextStream:
 
 
 def _special_among(stop_strings: Sequence[str], lm: LM) -> set[int]:
-    """Return the special tokens that stop strings are. They are left out of the text, so they are
-    looked for among the tokens. Raises InputError for a stop string that is more than one."""
+    """Return the ids of stop strings that are special tokens. Text does not show special tokens, so
+    these stops are searched for by id. Raises InputError for a stop string with a special token and
+    more text."""
     if not stop_strings:
         return set()
     special = special_tokens(lm.tokenizer)
@@ -202,7 +203,7 @@ def _special_among(stop_strings: Sequence[str], lm: LM) -> set[int]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that `stop` begins with."""
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     return next(
         (
             n
@@ -214,8 +215,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def pieces(lm: LM, tokens: Sequence[int]) -> list[str]:
-    """Return each token's part of the text, in which an incomplete character belongs to the token
-    that completes it."""
+    """Return each token's part of the text. An incomplete character belongs to the token that
+    completes it."""
     stream = TextStream(lm)
     parts = list(map(stream.push, tokens))
     if parts:

@@ -1,7 +1,7 @@
-"""Dialogues in lenience's own loop, with their continuations in a batch.
+"""Dialogues in lenience's own decoding loop, with their continuations batched.
 
-Continuations that a dialogue is likely to need next are decoded along, so that a search takes fewer
-target passes.
+Continuations that a dialogue is likely to request next are decoded in advance, so that a search
+takes fewer target passes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from lenience.models.threads import torch_threads
 T = TypeVar("T")
 LONGEST = 32
 LONGEST_ON_CPU = 8
-"""Tokens drafted in a cycle, at most. A CPU takes the longer the more it reads, and all rows are
-read as wide as the widest."""
+"""Maximum number of tokens drafted per cycle, on a GPU and on a CPU. A CPU pass takes longer the
+more tokens it reads, and all rows are as wide as the widest."""
 IN_FLIGHT = 3
 IN_FLIGHT_ON_CPU = 1
-"""Continuations of a dialogue that are decoded together: the one that was asked for, and others
-that rest on it. A wrong guess throws away what rests on it: fewer passes, and more tokens."""
+"""Maximum number of a dialogue's continuations in flight, on a GPU and on a CPU: the requested one
+and those that build on its expected outcome. A wrong expectation discards the latter, so more of
+them save passes but cost tokens."""
 
 
 class Decodes(Protocol):
@@ -71,43 +72,42 @@ class Decodes(Protocol):
 
 @dataclass(frozen=True)
 class DialogueLimits:
-    """How dialogues are held."""
+    """Limits and sampling options of concurrent dialogues."""
 
     size: int
     """Number of concurrent dialogues."""
     capacity: int
-    """Maximum number of tokens of a question with its answer."""
+    """Maximum number of tokens of a request with its answer."""
     sampling: Decoder = field(default_factory=Decoder)
-    """Temperature, truncation and seed of continuations, and the drafter whose guesses are asked
-    for."""
+    """Temperature, truncation and seed of continuations, and the drafter whose guesses are
+    requested."""
     guesses: bool = True
-    """True if dialogues ask for guesses."""
+    """True if dialogues request guesses."""
     in_flight: int | None = None
-    """Continuations of a dialogue that are decoded together; by default as many as pay on the
-    device."""
+    """Maximum number of a dialogue's continuations in flight. Default: depends on the device."""
     drafter: DrafterSpec = field(default_factory=Recalled)
     """Drafter of the continuations."""
     window: int | None = None
-    """Tokens drafted in a cycle; by default as many as pay on the device."""
+    """Number of tokens drafted per cycle. Default: depends on the device."""
 
 
 @dataclass(eq=False)
 class Continuation:
-    """A continuation while it is decoded."""
+    """A continuation in flight."""
 
     dialogue: int
-    """Its number."""
+    """Index of the dialogue."""
     question: Continue
     row: Row
     response: Response
     recall: Recall
     unread: int
-    """Number of its tokens that the target has not read."""
+    """Number of tokens that the target has not read yet."""
     tokens_read: int = 0
     """Number of tokens that the target has read."""
     dropped: bool = False
     searched: int = 0
-    """Position up to which it has been searched for a mismatch with the draft."""
+    """Position up to which the text was searched for a mismatch with the draft."""
 
     def __post_init__(self) -> None:
         self.searched = len(self.question.ids)
@@ -118,7 +118,7 @@ class Continuation:
 
     @property
     def tokens(self) -> list[int]:
-        """Return the answer so far."""
+        """Return the new tokens so far."""
         return self.text[len(self.question.ids) :]
 
     @property
@@ -126,8 +126,7 @@ class Continuation:
         return self.dropped or self.response.finish is not None
 
     def keep(self, step: Step) -> int:
-        """Record the step of a cycle and return the number of tokens that the target read for
-        it."""
+        """Record the step of a cycle. Return the number of tokens that the target read for it."""
         self.row.keep(step)
         self.recall.go_on(self.text)
         read = self.unread + step.drafted
@@ -137,7 +136,7 @@ class Continuation:
 
     def next_question(self, eos: frozenset[int]) -> Continue | None:
         """Return the request for the continuation after the draft's token at the next mismatch;
-        None if none is known yet."""
+        None if no further mismatch is known yet."""
         asked = self.question
         while asked.searches and self.searched < len(self.text):
             at = self.searched
@@ -145,7 +144,7 @@ class Continuation:
             guess = self.recall.guesses[at]
             left = asked.limit - (at + 1 - len(asked.ids))
             if guess in (None, self.text[at]) or guess in eos or left < 1:
-                continue  # nothing is continued after an end
+                continue  # nothing can be continued after an EOS
             assert guess is not None
             return replace(asked, ids=[*self.text[:at], guess], limit=left)
         return None
@@ -173,8 +172,8 @@ def converse(
 
 
 class _Scheduler(Generic[T]):
-    """The dialogues that are held: `size` of them have continuations that are decoded, and as many
-    more may compare meanwhile."""
+    """A scheduler of dialogues. At most `size` dialogues have continuations in flight, and up to
+    twice as many are active; the rest of these wait for comparisons."""
 
     def __init__(
         self, pair: Decodes, dialogues: Iterable[Dialogue[T]], how: DialogueLimits
@@ -186,7 +185,7 @@ class _Scheduler(Generic[T]):
         on_cpu = pair.target.device.type == "cpu"
         window = how.window or (LONGEST_ON_CPU if on_cpu else LONGEST)
         in_flight = how.in_flight or (IN_FLIGHT_ON_CPU if on_cpu else IN_FLIGHT)
-        if not guessing.proposes_as_draft:  # other guesses come after a continuation
+        if not guessing.proposes_as_draft:  # these come after a continuation
             in_flight = 1
         how = replace(how, in_flight=in_flight)
         strict = how.sampling.with_options({"rule": "exact", "window": window})
@@ -203,9 +202,9 @@ class _Scheduler(Generic[T]):
         self._waiting = iter(enumerate(dialogues))
         self._held: dict[int, _Conversation[T]] = {}
         self._in_slots = list[int]()
-        """Those that have continuations which are decoded."""
+        """Indices of dialogues with continuations in flight."""
         self._compared = list[tuple[int, Any]]()
-        """Those that wait for rows, with what their comparison gave."""
+        """Indices of dialogues that wait for rows, with the results of their comparisons."""
         self._ended = list[FinishedDialogue[T]]()
         self._comparisons = Comparisons[int]()
 
@@ -213,22 +212,22 @@ class _Scheduler(Generic[T]):
         self._comparisons.close()
 
     def ended(self) -> list[FinishedDialogue[T]]:
-        """Return those that have ended since."""
+        """Return the dialogues that have ended since the last call."""
         ended = self._ended
         self._ended = []
         return ended
 
     @property
     def decodes(self) -> bool:
-        """Return whether there is something to decode."""
+        """Return True if continuations are in flight."""
         return bool(self._slots.continuations)
 
     def wait(self) -> bool:
-        """Wait until a comparison is finished; False if there is none."""
+        """Wait until a comparison is finished. Return False if none is running."""
         return self._comparisons.wait()
 
     def cycle(self) -> None:
-        """Decode a cycle of each continuation, and resume the dialogues whose answers are ready."""
+        """Run one cycle of all continuations, and resume the dialogues whose answers are ready."""
         read = self._slots.cycle(self._ctx)
         for number in list(self._in_slots):
             held = self._held[number]
@@ -239,8 +238,7 @@ class _Scheduler(Generic[T]):
         self._settle()
 
     def admit(self) -> None:
-        """Resume dialogues with finished comparisons, and start new ones, while there are free
-        rows."""
+        """Resume dialogues with finished comparisons, then start new ones, while rows are free."""
         while compared := self._comparisons.next(wait=False):
             self._compared.append(compared)
         for number, answer in self._compared:
@@ -258,8 +256,8 @@ class _Scheduler(Generic[T]):
             self._settle()
 
     def _following(self) -> tuple[int, Any] | None:
-        """Return a dialogue with a finished comparison and its result, or a new dialogue; None if
-        there is none, or too many compare."""
+        """Return the next dialogue to admit: one with a finished comparison and its result, or a
+        new one with None. Return None if there is none or too many wait for comparisons."""
         if self._compared:
             return self._compared.pop(0)
         if len(self._held) >= 2 * self._how.size or not (
@@ -285,7 +283,7 @@ class _Scheduler(Generic[T]):
             self._ended.append(ended)
 
     def _settle(self) -> None:
-        """Assign rows to new continuations, and free those of finished ones."""
+        """Assign rows to new continuations, and free the rows of finished ones."""
         self._slots.retire()
         decoder = {continuation.dialogue for continuation in self._slots.continuations}
         self._in_slots = [number for number in self._in_slots if number in decoder]
@@ -312,16 +310,17 @@ class _Conversation(Generic[T]):
         self._threads = pair.torch_threads
         self._ctx = ctx
         self._continuations = list[Continuation]()
-        """Each, but for the first, rests on the one before: on that its answer is the same."""
+        """Continuations in flight. Each after the first builds on the text of the one before and
+        assumes that its final answer is unchanged."""
         self._waits = False
-        """True if the first continuation was requested."""
+        """True if the dialogue waits for the first continuation."""
         self._earlier = Recollection()
         self._last: Continuation | None = None
-        """The one that began last."""
+        """Continuation that was started last."""
 
     @property
     def has_answer(self) -> bool:
-        """Return whether the continuation that was asked for is over."""
+        """Return True if the requested continuation is finished."""
         return self._waits and self._continuations[0].is_over
 
     def take_answer(self) -> list[int]:
@@ -330,7 +329,7 @@ class _Conversation(Generic[T]):
         return self._continuations.pop(0).tokens
 
     def count(self, target_tokens: int, draft_tokens: int) -> None:
-        """Count a cycle with these numbers of tokens read by the models."""
+        """Add the cost of a cycle: the numbers of tokens that the target and the draft read."""
         cost = self.talk.cost
         cost.target_passes += 1
         cost.target_tokens += target_tokens
@@ -340,8 +339,8 @@ class _Conversation(Generic[T]):
                 continuation.recall.end(continuation.text)
 
     def go_on(self, answer: Any) -> Compare | None:
-        """Give the dialogue answers until it has to wait for one; a comparison is to be made
-        then."""
+        """Answer the dialogue's requests until it must wait for a continuation. Return a comparison
+        if the dialogue requests one."""
         question = self.talk.ask(answer)
         while question is not None and not isinstance(question, Compare):
             if isinstance(question, Predict):
@@ -364,7 +363,7 @@ class _Conversation(Generic[T]):
                 self._continuations.append(self._continuation(question, last))
 
     def _begin(self, question: Continue) -> None:
-        """Decode the requested continuation, unless it is decoded already."""
+        """Start the requested continuation, unless it is already in flight."""
         self._waits = True
         if self._continuations and self._continuations[0].question == question:
             return
@@ -372,7 +371,7 @@ class _Conversation(Generic[T]):
         self._continuations = [self._continuation(question)]
 
     def _drop(self) -> None:
-        """Leave all continuations."""
+        """Discard all continuations, and count their tokens as unused."""
         for continuation in self._continuations:
             continuation.dropped = True
             continuation.recall.end(continuation.text)
@@ -382,8 +381,8 @@ class _Conversation(Generic[T]):
     def _continuation(
         self, question: Continue, like: Continuation | None = None
     ) -> Continuation:
-        """Return a continuation that begins like another one, in its row or a copy, or in that of
-        the one that it has most in common with."""
+        """Return a new continuation of `question`. It reuses the row, or a copy of the row, that
+        shares the longest prefix. Its recalled guesses come from `like`, if given."""
         ids = list(question.ids)
         of_prompt = question.prompt_length
         noise = Noise.for_prompt(self._how.sampling.seed, ids[:of_prompt])
@@ -413,7 +412,7 @@ class _Conversation(Generic[T]):
         return continuation
 
     def _predict(self, question: Predict) -> list[int | None]:
-        """Return the drafter's guesses."""
+        """Return the drafter's guesses, and add their cost."""
         assert self._guesses
         noise = Noise.for_prompt(
             self._how.sampling.seed, question.ids[: question.prompt_length]
@@ -428,7 +427,7 @@ class _Conversation(Generic[T]):
 
 
 class _Slots:
-    """Continuations in the rows of the caches, the first of them side by side."""
+    """The continuations in flight. They occupy the first rows of the caches, without gaps."""
 
     def __init__(self, session: Session, drafter: Drafter, rule: Rule):
         self.session = session
@@ -438,7 +437,8 @@ class _Slots:
         self._beginning = list[tuple[Continuation, Continuation | None]]()
 
     def of(self, dialogue: int) -> list[Continuation]:
-        """Return a dialogue's continuations that have rows, also those that are just over."""
+        """Return a dialogue's continuations that have rows, including those that have just
+        finished."""
         return [
             continuation
             for continuation in self.continuations
@@ -446,12 +446,13 @@ class _Slots:
         ]
 
     def admit(self, continuation: Continuation, source: Continuation | None) -> None:
-        """Give a continuation a row when things are settled, that of another one, or a copy."""
+        """Assign a row to a continuation at the next `retire`: the row of `source`, or a copy of
+        it."""
         self._beginning.append((continuation, source))
 
     def cycle(self, ctx: Context) -> dict[int, tuple[int, int]]:
-        """Decode a cycle of each; gives how many tokens the target and the draft have read for each
-        dialogue."""
+        """Run one cycle of all continuations. Return the numbers of tokens that the target and the
+        draft read, by dialogue."""
         ctx = replace(
             ctx, rows=[continuation.row for continuation in self.continuations]
         )

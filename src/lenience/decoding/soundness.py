@@ -1,4 +1,4 @@
-"""Checks for NaN and infinite logits: the target's end an answer, a drafter's end its window."""
+"""Checks for NaN and infinite logits. The target's raise RunError; a drafter's end its window."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lenience.models.lm import CAUSES, LM
 
 
 def have_finite_max(logits: Tensor) -> Tensor:
-    """Return which logits [..., V] have a finite maximum, as bool [...]. The maximum is NaN if any
-    entry is. Single entries may be −inf, as those of forbidden tokens are."""
+    """Return bool […]: True where the maximum of logits […, V] is finite. The maximum is NaN if any
+    entry is. Single entries may be −inf, as for forbidden tokens."""
     return logits.amax(-1).isfinite()
 
 
 def check_predictions(logits: Tensor, start: int, lm: LM) -> None:
-    """Raise RunError if logits [n, V] from which mining takes the draft's tokens, the first of them
-    at position `start`, have no finite maximum."""
+    """Raise RunError if logits [n, V] of the draft that mining uses have no finite maximum. The
+    first are at position `start`."""
     sound = have_finite_max(logits).tolist()
     if not all(sound):
         raise RunError(
@@ -35,19 +35,20 @@ def check_predictions(logits: Tensor, start: int, lm: LM) -> None:
 
 
 def check_states(states: Tensor, what: str) -> None:
-    """Raise RunError if a head would learn from NaN or infinite hidden states [n, H]; `what` names
-    the sample and the models."""
+    """Raise RunError if hidden states [n, H] that a head would learn from are NaN or infinite;
+    `what` names the sample and the models."""
     if not bool(states.isfinite().all()):
         raise RunError(f"{what}: its hidden states are NaN or infinite; {CAUSES}")
 
 
 Flags = Callable[[], list[Any]]
-"""Booleans of a device as a list; called after a synchronisation that happens anyway."""
+"""Function that returns booleans of a device as a list, called after a synchronisation that happens
+anyway."""
 
 
 def cut_non_finite(draft: Draft) -> Draft:
-    """Cut chains before the first token with non-finite logits, and empty such trees. `cut` returns
-    which rows were cut."""
+    """Cut chains before the first token with non-finite logits, and empty trees that contain such a
+    token. `Draft.cut` then returns which rows were cut."""
     if draft.logits is None or not draft.width:
         return draft
     sound = have_finite_max(draft.logits)  # [B, W]
@@ -76,7 +77,7 @@ def cut_non_finite(draft: Draft) -> Draft:
 
 
 def warn_of_non_finite(cut: Flags | None, lm: LM) -> None:
-    """Warn, once for a target, that windows of its drafter were cut."""
+    """Warn, once per target, that windows of its drafter were cut."""
     if cut is not None and any(cut()):
         lm.once("non-finite drafter", lambda: warnings.warn(_told(lm), stacklevel=6))
 
@@ -91,8 +92,8 @@ def _told(lm: LM) -> str:
 def check_target(
     sound: Flags, verdicts: Sequence[Verdict], prefixes: Sequence[Sequence[int]], lm: LM
 ) -> None:
-    """Raise RunError if a verdict depends on non-finite logits. `sound` [B, W + 1] is True for each
-    state whose logits have a finite maximum."""
+    """Raise RunError if a verdict depends on non-finite logits. `sound` returns [B, W + 1]: True
+    for each state whose logits have a finite maximum."""
     for row, verdict, prefix in zip(sound(), verdicts, prefixes):
         if all(row):
             continue

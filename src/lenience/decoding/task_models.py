@@ -1,4 +1,4 @@
-"""Models that tasks need: the target's own answers in prompts, and local graders."""
+"""Models that tasks need: the target for its own answers in prompts, and local graders."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from lenience.tasks.user import CheckedTask
 
 AT_ONCE = 16
 GRADER_TOKENS = 1024
-"""The length limit of a grader's reply."""
+"""Maximum number of tokens in a grader's reply."""
 
 
 def task_for(pair: Pair, task: Task, progress: Progress = silent) -> Task:
-    """Return a task whose prompts may hold the own answers of the pair's target."""
+    """Return a task whose prompts may contain answers of the pair's target."""
     task = as_task(task)
     task.attach(partial(own_answers, pair, task.max_new_tokens, progress))
     return task
 
 
 def without_long(pair: Pair, task: Task) -> CheckedTask:
-    """Return a task without the samples whose prompts a model cannot read, which its `left_out`
-    names."""
+    """Return the task without samples whose prompts exceed a model's context; `left_out` of the
+    task names these samples."""
     models = [lm for lm in pair.models.values() if lm.context_length]
 
     def fits(sample: Sample) -> bool:
@@ -43,7 +43,8 @@ def without_long(pair: Pair, task: Task) -> CheckedTask:
 def own_answers(
     pair: Pair, max_new_tokens: int, progress: Progress, prompts: Sequence[Messages]
 ) -> list[str]:
-    """Return the target's greedy answers to prompts; kept, so that they are decoded once."""
+    """Return the target's greedy answers to prompts. Answers are cached on disk and decoded
+    once."""
     lm = pair.target
     whose = digest([lm.fingerprint, lm.tokenizer_fingerprint, lm.dtype, max_new_tokens])
     kept = TextStore(cache_folder() / "answers" / f"{whose}.jsonl")
@@ -65,8 +66,8 @@ def own_answers(
 
 
 class ModelGrader:
-    """A grader on this machine: a model by its folder or Hub name, asked greedily through its chat
-    template. Raises InputError where it has none."""
+    """A grader on this machine: a chat model, by its folder or Hub name, that replies greedily.
+    Raises InputError if the model has no chat template."""
 
     def __init__(self, model: str, device: str = "auto"):
         self._pair = load_pair(model, device=device)
@@ -79,7 +80,7 @@ class ModelGrader:
         )
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
-        """Return the replies to prompts, in their order. Raises InputError for one that is too
+        """Return the replies to prompts, in order. Raises InputError for a prompt that is too
         long."""
         outs = self._pair.generate_batch(
             list(prompts),

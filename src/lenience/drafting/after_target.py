@@ -1,4 +1,4 @@
-"""Drafting with what the target has read."""
+"""Drafters that continue from the target's own states."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class TargetSession(Session):
     """A session of a model that continues from the target's own states."""
 
     def begin(self, prefixes: Sequence[list[int]]) -> list[bool]:
-        """Return [B]: True for prefixes of which the target has read all but the last token, so
-        that drafting can start. The next read is of these prefixes and their continuations."""
+        """Return [B]: True for each prefix of which the target has read all but the last token, so
+        that drafting can start. The next `read` is of these prefixes and their continuations."""
         raise NotImplementedError
 
 
 class AfterTarget(Drafter):
-    """Proposes nothing in the first cycle of an answer, as the target has read nothing of it. That
-    holds too if the row's cache still has the prompt of an earlier answer, so that proposals do not
-    depend on earlier answers."""
+    """A drafter that proposes nothing in the first cycle of an answer, as the target has read
+    nothing of it. A prompt of an earlier answer in the row's cache does not count, so that
+    proposals do not depend on earlier answers."""
 
     def __init__(self, drafter: Drafter, session: TargetSession):
         self.drafter = drafter

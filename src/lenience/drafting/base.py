@@ -1,4 +1,4 @@
-"""What a drafter is: data that builds what proposes windows."""
+"""Drafters as data: specs that build the objects which propose windows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lenience.models.session import Session
 
 @dataclass(frozen=True)
 class DrafterSetup:
-    """Everything that a drafter is built with."""
+    """Everything that a drafter is built from."""
 
     target: LM
     draft: LM | None
-    """The draft model of the pair; it is there where a drafter says that it needs it."""
+    """Draft model of the pair; never None for a drafter that needs a draft model."""
     rows: int
     """Number of batched sequences."""
     capacity: int
@@ -35,9 +35,10 @@ class DrafterSetup:
     """True if the rule reads the draft's hidden states."""
     profile: Profile
     keeps_last: bool = False
-    """True if the target's session keeps its last states as features, as the rule reads others."""
+    """True if the target's session keeps the last states as features because the rule reads other
+    layers."""
     session: Session | None = None
-    """The target's; it is there once a drafter is built."""
+    """Session of the target; set when the drafter is built."""
     alone: bool = True
     """True if no other drafter proposes for the same rows."""
 
@@ -50,20 +51,20 @@ class DrafterSpec:
     needs_draft: ClassVar[bool] = False
     """True if the pair must have a draft model."""
     grows_trees: ClassVar[bool] = False
-    """True if it can propose trees."""
+    """True if the drafter can propose trees."""
     drafts_by_model: ClassVar[bool] = False
-    """True if one model drafts, so that another drafter can draft for it."""
+    """True if a single model drafts, so that another drafter can draft for that model."""
     branches: ClassVar[bool] = False
-    """True if its proposals may be trees although chains are requested."""
+    """True if proposals may be trees although chains are requested."""
     writes_target_cache: ClassVar[bool] = False
     """True if drafting may overwrite keys and values in the target's cache."""
     reads_last: ClassVar[bool] = False
-    """True if it drafts with the target's last states."""
+    """True if the drafter reads the target's last states."""
 
     @property
     def offers(self) -> Parts:
-        """Return parts of its windows that rules and stop conditions can be given; one that
-        proposes its tokens for certain has no distributions (PROBS)."""
+        """Return the parts of windows that the drafter offers to rules and stop conditions. A
+        drafter that proposes tokens with probability 1 offers no distributions (PROBS)."""
         return Parts.EARLY_ENDS
 
     @property
@@ -73,27 +74,26 @@ class DrafterSpec:
 
     @property
     def proposes_as_draft(self) -> bool:
-        """Return whether its windows are those of the pair's draft model, as runs are mined
-        with."""
+        """Return True if the windows are those of the pair's draft model, with which runs are mined
+        by default."""
         return False
 
     @property
     def longest(self) -> int | None:
-        """Return how many tokens it can propose one after another; None where as many as are asked
-        for."""
+        """Return the maximum length of a proposed path; None if there is no limit."""
         return None
 
     grid: ClassVar[tuple[str, ...]] = ()
-    """Specs of some of its settings, for whoever tries all drafters."""
+    """Specs of some settings of this drafter, for runs that try all drafters."""
 
     @property
     def fitted(self) -> tuple[TrainedPart, ...]:
-        """Return the fitted heads that it drafts with."""
+        """Return the trained parts of the drafter."""
         return ()
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """Return the identity of a drafter for runs and judges: its spec without folders, and the
+        """Return the drafter's identity in runs and judges: its spec without folders, and the
         fingerprints of its heads. None stands for the draft model."""
         if self.proposes_as_draft:
             return None
@@ -102,19 +102,20 @@ class DrafterSpec:
         return {"spec": str(named), "heads": heads}
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        """Return the same drafter with its heads at another path."""
+        """Return the drafter with its heads at other paths."""
         return self
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
-        """Raise InputError where it cannot draft for a target; `fingerprints` are the pair's."""
+        """Raise InputError if the drafter cannot draft for a target; `fingerprints` are the
+        pair's."""
 
     @property
     def joined(self) -> int:
-        """Return how many drafters it is."""
+        """Return the number of drafters in a combination; 1 for a single drafter."""
         return 1
 
     def check_tree(self, tree: Tree) -> None:
-        """Raise InputError where it cannot propose trees of this shape."""
+        """Raise InputError if the drafter cannot propose trees of this shape."""
         if not self.grows_trees:
             raise InputError(
                 f"drafter {self}: proposes chains only; use another drafter, or --tree "
@@ -122,11 +123,12 @@ class DrafterSpec:
             )
 
     def features(self, target: LM) -> tuple[int | None, ...]:
-        """Return which of the target's states it drafts with, see `lenience.models.lm.States`."""
+        """Return the layers of the target whose states the drafter reads, see
+        `lenience.models.lm.States`."""
         return ()
 
     def models(self, setup: DrafterSetup) -> list[LM]:
-        """Return the models that it needs caches for."""
+        """Return the models that need caches."""
         return []
 
     def build(self, setup: DrafterSetup) -> Drafter:
@@ -140,7 +142,7 @@ class DrafterSpec:
 def check_fitted_to(
     where: str, fitted_to: Mapping[str, str], fingerprints: Mapping[str, str]
 ) -> None:
-    """Raise InputError where something was fitted to other parts of a pair than these."""
+    """Raise InputError if a part was trained for other models or another tokenizer than these."""
     for part, value in fitted_to.items():
         if fingerprints.get(part, value) != value:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Drafters that draft for one another: one verifies what another proposes, or goes on from it."""
+"""Combinations of drafters: one verifies another's proposals, or continues from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lenience.models.session import Session
 
 @dataclass(frozen=True)
 class Vertical(DrafterSpec):
-    """`a>b`: b's windows, for which a drafts in turn, so that b needs fewer passes (cascade
+    """Draft with b, for which a drafts in turn, so that b needs fewer passes: `a>b` (cascade
     speculative drafting, Chen 2023, section 3.1)."""
 
     first: DrafterSpec
@@ -78,7 +78,7 @@ class Vertical(DrafterSpec):
     def build(self, setup: DrafterSetup) -> Drafter:
         setup = replace(setup, alone=False)
         (lm,) = self.then.models(setup)
-        if self.first.drafts_by_model:  # some of that model's layers
+        if self.first.drafts_by_model:  # on some of that model's layers
             self.first.check(lm, dict)
         capacity = min(setup.capacity, lm.context_length or setup.capacity)
         session = Session(lm, setup.rows, capacity, profile=setup.profile)
@@ -104,7 +104,7 @@ class _VerticalDrafter(Drafter):
         passes = 0
         read = [0] * len(windows)
         while any(left := [window.limit - len(window.tokens) for window in windows]):
-            # of which one is this drafter's own
+            # one token of each budget is the verifying model's own
             draft = self.drafter.propose(inner, left)
             prefixes = [window.row.prefix for window in windows]
             reading = self.session.read(
@@ -141,13 +141,13 @@ class _Growing:
         """Maximum number of tokens."""
         self.tokens = list[int]()
         self.logits = list[Tensor]()
-        """The tokens, and [V] for each what it was picked from."""
+        """Logits [V] that each of `tokens` was picked from."""
 
     def keep(
         self, proposed: list[int], said: list[int], logits: Tensor, eos: frozenset[int]
     ) -> None:
-        """Keep the proposed tokens that the model predicts too, and its next token; `logits` are [W
-        + 1, V]."""
+        """Keep the proposed tokens that the model predicts too, and the model's next token. `said`
+        are the model's tokens and `logits` [W + 1, V] its logits."""
         n = next(
             (i for i, token in enumerate(proposed) if token != said[i]), len(proposed)
         )
@@ -166,9 +166,8 @@ class _Growing:
 
 @dataclass(frozen=True)
 class Horizontal(DrafterSpec):
-    """`a:4+b`: the first tokens of a window from a, as many as are named, and the later ones, which
-    are kept less often, from b, which may be cheaper (cascade speculative drafting, Chen 2023,
-    section 3.2)."""
+    """Draft the first tokens of a window with a and later ones, which are accepted less often, with
+    b, which may be cheaper: `a:4+b` (cascade speculative drafting, Chen 2023, section 3.2)."""
 
     first: DrafterSpec
     count: int
@@ -260,7 +259,8 @@ class _HorizontalDrafter(Drafter):
         return self._joined(begun, rest, tokens)
 
     def _joined(self, begun: Draft, rest: Draft, first: list[list[int]]) -> Draft:
-        """Return windows whose `first` tokens stand in one draft, and the last in another."""
+        """Return the windows that start with the `first` tokens, proposed in `begun`, and end with
+        those of `rest`."""
         later = [row[:n] for row, n in zip(rest.tokens.tolist(), rest.lengths.tolist())]
         logits = None
         if Parts.PROBS in self.spec.offers:
@@ -276,8 +276,8 @@ class _HorizontalDrafter(Drafter):
         )
 
     def _picked_from(self, draft: Draft, row: int, tokens: list[int]) -> list[Tensor]:
-        """Return the logits [V] that each of a row's tokens was picked from; a token proposed with
-        probability 1 has all mass."""
+        """Return the logits [V] that each of a row's tokens was picked from. The logits of a token
+        proposed with probability 1 are 0 for the token and −inf elsewhere."""
         if draft.logits is not None:
             return list(draft.logits[row, : len(tokens)])
         size = self.target.vocab_size
@@ -296,14 +296,14 @@ class _HorizontalDrafter(Drafter):
 
 
 def _reads_target(part: DrafterSpec) -> bool:
-    """Return True if the drafter uses the target's states."""
+    """Return True if the drafter reads the target's states."""
     return bool(part.fitted) and Parts.PROBS in part.offers
 
 
 def _chains(
     tokens: Sequence[list[int]], logits: Sequence[list[Tensor]] | None, target: LM
 ) -> Draft:
-    """Return windows of tokens, and the logits [V] that each token was picked from."""
+    """Return chains of these tokens, with the logits [V] that each token was picked from."""
     grown = [
         GrowingTree(row, [*range(-1, len(row) - 1)], [*range(len(row))])
         for row in tokens

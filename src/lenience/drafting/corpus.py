@@ -1,4 +1,4 @@
-"""The documents of users' corpora as tokens."""
+"""Documents of users' corpora as tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def documents(
     field: str = "text",
     progress: Progress = silent,
 ) -> Iterator[list[int]]:
-    """Yield the token ids of the documents in files. Each row of a .jsonl file, perhaps in .gz, is
-    a document in the text field; any other file is one document. `name` is the model of the
+    """Yield the token ids of the documents in files. Each row of a .jsonl file (also .jsonl.gz) is
+    a document, with its text in `field`; any other file is one document. `name` is the model of the
     tokenizer. Raises InputError for unreadable files."""
     total = 0
     done = 0
@@ -64,7 +64,7 @@ def _opened(raw: IO[bytes], file: Path) -> AbstractContextManager[IO[bytes]]:
 
 
 def _text(file: IO[bytes]) -> Iterator[str]:
-    """Yield a file's text, cut at the ends of lines."""
+    """Yield a file's text in parts that end with a line."""
     while lines := file.readlines(BLOCK):
         yield b"".join(lines).decode()
 
@@ -86,7 +86,7 @@ def _rows(file: IO[bytes], path: Path, field: str) -> Iterator[str]:
 
 
 def _blocks(texts: Iterator[str], path: Path) -> Iterator[list[str]]:
-    """Yield texts together, as many as are tokenized at once."""
+    """Yield lists of texts that are tokenized in one call."""
     block = list[str]()
     size = 0
     try:

@@ -1,4 +1,4 @@
-"""Drafting with what followed the same tokens in a corpus (REST, He 2023)."""
+"""Drafting with continuations of the same tokens in a corpus (REST, He 2023)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ABOUT = "datastore.json"
 TOKENS = "tokens.npy"
 SUFFIXES = "suffixes.npy"
 END = -1
-"""Stands between documents."""
+"""Separator between documents."""
 FEW = 16
 """Number of matches up to which continuations are grouped without sorting."""
 MEND = "`lenience datastore CORPUS --out PATH` makes one"
@@ -36,14 +36,13 @@ MEND = "`lenience datastore CORPUS --out PATH` makes one"
 
 @dataclass(frozen=True)
 class Store:
-    """A corpus that lies in files and is read where it is asked. Its tokens stand in reverse, so
-    that of all suffixes of the reversed corpus those that a reversed text begins with have its
-    longest end in common with it."""
+    """A corpus in memory-mapped files, with a suffix array. The tokens are stored in reverse:
+    suffixes of the reversed corpus that begin like a reversed text share the end of that text."""
 
     path: str
     tokens: NDArray[np.int32]
     suffixes: NDArray[np.int32]
-    """Positions at which the suffixes of `tokens` begin, in sorted order."""
+    """Positions in `tokens` at which the suffixes begin, in sorted order."""
     about: Mapping[str, Any]
     prompts: tuple[str, ...] | None = None
 
@@ -53,8 +52,8 @@ class Store:
         return str(self.about["fingerprint"])
 
     def matches(self, text: Sequence[int], longest: int, shortest: int) -> range:
-        """Return which of the suffixes have the longest end of a text in common with it, of at most
-        `longest` tokens; none where that is of less than `shortest`."""
+        """Return the range of suffixes that share the longest possible end with a text, of at most
+        `longest` tokens. The range is empty if that end has fewer than `shortest` tokens."""
         wanted = list(text[: -longest - 1 : -1])
         at = bisect_left(self.suffixes, wanted, key=self._beginning(len(wanted)))
         beside = [
@@ -86,11 +85,11 @@ class Store:
     def followers(
         self, places: NDArray[np.int64]
     ) -> list[tuple[int, float, NDArray[np.int64]]]:
-        """Return the continuations of a text's last token at some positions: each token, its share,
-        and its positions."""
+        """Return the tokens that follow at some positions of the corpus: each token, its share, and
+        its positions."""
         after = places[places > 0] - 1
         found = self.tokens[after]
-        if len(found) <= FEW:  # most are, and sorting them costs several times as much
+        if len(found) <= FEW:  # mostly; sorting costs several times more
             of: dict[int, list[int]] = {}
             for place, token in zip(after.tolist(), found.tolist()):
                 of.setdefault(token, []).append(place)
@@ -112,8 +111,9 @@ class Store:
 
 
 def build_store(documents: Iterator[list[int]], tokenizer: str, out: Path) -> Store:
-    """Write a store of documents, each the ids of its tokens by a tokenizer of this fingerprint.
-    Raises InputError where there are none, or the library that sorts is missing."""
+    """Build and write a store of documents, given as token ids by the tokenizer with this
+    fingerprint. Raises InputError if the documents have no tokens or pydivsufsort is not
+    installed."""
     try:
         from pydivsufsort import divsufsort
     except ImportError:
@@ -126,7 +126,7 @@ def build_store(documents: Iterator[list[int]], tokenizer: str, out: Path) -> St
     if not any(map(len, parts[::2])):
         raise InputError("the corpus has no tokens; name files with text")
     tokens = np.concatenate(parts[::-1])
-    suffixes = divsufsort(tokens - END).astype(np.int32)  # of numbers from 0 on
+    suffixes = divsufsort(tokens - END).astype(np.int32)  # numbers must be ≥ 0
     about = {
         "tokens": int((tokens != END).sum()),
         "documents": len(parts) // 2,
@@ -141,8 +141,7 @@ def build_store(documents: Iterator[list[int]], tokenizer: str, out: Path) -> St
 
 
 def load_store(folder: str | Path) -> Store:
-    """Return the store in a folder, mapped into memory. Raises InputError where there is none or it
-    is broken."""
+    """Return the store in a folder, memory-mapped. Raises InputError if it is missing or broken."""
     path = Path(folder)
     if not (path / ABOUT).is_file():
         raise InputError(f"datastore {folder}: there is no {ABOUT} in it; {MEND}")
@@ -153,7 +152,7 @@ def load_store(folder: str | Path) -> Store:
 def _load(path: Path, changed: int) -> Store:
     try:
         about = json.loads((path / ABOUT).read_text())
-        # plain arrays on the mapped memory: a memmap's slices cost several times as much
+        # plain arrays on the mapped memory: slices of a memmap cost several times more
         arrays = [
             np.asarray(np.load(path / name, mmap_mode="r", allow_pickle=False))
             for name in (TOKENS, SUFFIXES)
@@ -186,8 +185,8 @@ def _size(about: Mapping[str, Any]) -> int:
 @dataclass(frozen=True)
 class Datastore(DrafterSpec):
     """Propose the most frequent continuation of the text's longest end in a corpus (REST, He 2023).
-    The end has `shortest` to `longest` tokens, `most` positions are used, and a proposed token's
-    path has at least the share `least` of the continuations."""
+    The end has `shortest` to `longest` tokens, and at most `most` of its positions are used. The
+    path to each proposed token makes up at least the share `least` of the continuations."""
 
     path: str
     longest: int = 16
@@ -238,8 +237,8 @@ class Datastore(DrafterSpec):
     def look_up(
         self, text: Sequence[int], depth: int, tree: Tree, eos: frozenset[int]
     ) -> GrowingTree:
-        """Return the most frequent continuation of a text's end, at most `depth` tokens one after
-        another."""
+        """Return the most frequent continuation of a text's end, as a tree of at most `depth`
+        levels."""
         store = self.head
         found = store.matches(text, self.longest, self.shortest)
         step = -(-len(found) // self.most) or 1

@@ -1,4 +1,4 @@
-"""Drafting with EAGLE: a small model that goes on from the target's own states."""
+"""Drafting with EAGLE: a small model that continues from the target's states."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from lenience.models.session import Batch, common
 @dataclass(frozen=True)
 class Eagle(DrafterSpec):
     """Draft with a decoder layer on the target's states (EAGLE, Li 2024; EAGLE-3, Li 2025), trained
-    here or published. The layer reads each token with the target's features of the token before it
-    and, further on, with its own states. EAGLE takes the final states as features, EAGLE-3 those
-    after three layers."""
+    here or published. The layer reads each token with the target's features of the token before;
+    after drafted tokens, with its own states instead. The features are the final states (EAGLE) or
+    the states after three layers (EAGLE-3)."""
 
     path: str
     layers: str | None = None
-    """Layers of the target whose states are the features, such as 2-16-29; by default those of the
+    """Layers of the target whose states are the features, such as 2-16-29. Default: those of the
     checkpoint."""
     name = "eagle"
     offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
@@ -83,12 +83,12 @@ class Eagle(DrafterSpec):
 
 
 def eagle_lm(weights: EagleWeights, target: LM) -> LM:
-    """Return a checkpoint as a model that drafts for a target; made once."""
+    """Return a checkpoint as a draft model for a target, cached by the target."""
 
     def make() -> LM:
         config = copy.deepcopy(weights.config)
         config.max_position_embeddings = target.context_length or 1 << 20
-        # so that what is exported is told apart
+        # part of the configuration, so that exported graphs are told apart
         config.lenience = [
             weights.fingerprint,
             weights.norm_before_residual,
@@ -103,9 +103,9 @@ def eagle_lm(weights: EagleWeights, target: LM) -> LM:
 
 
 class FeatureSession(TargetSession):
-    """A session of EAGLE's model. Its rows lack the first token, since each is read with the
-    features of the one before; tokens that were drafted are read with the model's own states until
-    the target has read them, and then again with its features."""
+    """A session of EAGLE's model. Its rows lack the first token, since each token is read with the
+    features of the token before. Drafted tokens are read with the model's own states, and again
+    with the target's features once the target has read them."""
 
     def __init__(self, lm: LM, setup: DrafterSetup):
         assert setup.session is not None
@@ -115,7 +115,7 @@ class FeatureSession(TargetSession):
         cache = make(lm, setup.rows, setup.capacity)
         super().__init__(lm, setup.rows, setup.capacity, cache, setup.profile)
         self._inputs: dict[int, Tensor] = {}
-        """[n, H] for the new tokens of each row."""
+        """[n, H] for the new tokens of each row: the states that they are read with."""
         self.target = setup.session
         self._rows = [_Row() for _ in range(setup.rows)]
 
@@ -167,7 +167,7 @@ class FeatureSession(TargetSession):
         state = self._rows[row]
         start = len(sequence) - len(tree)
         features = self.target.features(row, sequence[:start], 0)
-        if not state.ready or start < 2:  # nothing is wanted of this row
+        if not state.ready or start < 2:  # no tokens are requested for this row
             sequence = [0, 0, *sequence[start:]] if tree else [0, 0]
             start = 2
             features = features.new_zeros(1, self.lm.model.model.feature_size)
@@ -180,7 +180,7 @@ class FeatureSession(TargetSession):
         with_features = min(state.read_with_features, common(self.tokens()[row], new))
         if (
             with_features < num_known
-        ):  # what was read with the model's own states is read again
+        ):  # read again what was read with the model's own states
             self.cut(row, with_features)
             state.made = {}
         state.read_with_features = max(with_features, num_known)
@@ -194,8 +194,8 @@ class FeatureSession(TargetSession):
 
     @staticmethod
     def _own(state: _Row, places: range, start: int, tree: Parents) -> Iterator[Tensor]:
-        """Yield [1, H] each: the model's own states before the tokens at some positions; `start`
-        tokens stand before the tree."""
+        """Yield the model's own state [1, H] before the token at each position. `start` tokens
+        precede the tree."""
         for i in places:
             before = tree[i - start + 1] if i >= start - 1 and tree else i - start
             yield state.made[start - 1 + before][None]
@@ -207,8 +207,8 @@ class _Row:
 
     ready: bool = False
     first: int = -1
-    """The first token, which is not read."""
+    """First token of the row, which is not read."""
     read_with_features: int = 0
     """Number of tokens read with the target's features."""
     made: dict[int, Tensor] = field(default_factory=dict)
-    """[H] by their places: the states after the last of these, and of tokens that were drafted."""
+    """States [H] by position: after the last token read with features, and after drafted tokens."""

@@ -39,7 +39,7 @@ from lenience.drafting.published import (
 from lenience.models.lm import LM, cache_argument
 
 ABOUT = "eagle.json"
-"""File with the record of a training, next to the files of the published layout."""
+"""File with the training record, next to the files of the published layout."""
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 MEND = "`lenience fit RUN --drafter eagle` makes RUN/eagle"
 LAYER = r"(layers\.\d+|midlayer)\."
@@ -48,7 +48,7 @@ KNOWN = re.compile(
     rf"|{LAYER}(input_layernorm|post_attention_layernorm|hidden_norm)\.weight"
     r"|fc\.(weight|bias)|(norm|input_norm|fc_norm\.\d+|lm_head|embed_tokens)\.weight|d2t|t2d"
 )
-"""The tensors of a checkpoint."""
+"""Pattern of the names of a checkpoint's tensors."""
 CONFIGURED = (
     "hidden_size",
     "intermediate_size",
@@ -61,12 +61,13 @@ CONFIGURED = (
     "rope_scaling",
     "rope_parameters",
 )
-"""Fields of a configuration that describe the layers; shapes give the rest."""
+"""Fields of a configuration that describe the layers; the other sizes follow from the tensors'
+shapes."""
 
 
 @dataclass(frozen=True)
 class EagleWeights:
-    """A checkpoint of EAGLE-1 to -3, as it is published or as we fit it."""
+    """A checkpoint of EAGLE-1, -2 or -3, published or trained here."""
 
     path: str
     config: LlamaConfig
@@ -82,7 +83,7 @@ class EagleWeights:
     """Fingerprints of the target and the tokenizer; empty if unknown."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     prompts: tuple[str, ...] | None = None
-    """Digests of the prompts that it was fitted on; None where nobody needs to know."""
+    """Digests of the training prompts; None if someone else trained the checkpoint."""
 
     @property
     def configured(self) -> list[Any]:
@@ -92,8 +93,8 @@ class EagleWeights:
 
     @property
     def is_first(self) -> bool:
-        """Return whether it is of EAGLE-1 or -2, which have the same model: its layer reads states
-        and tokens that are joined before it."""
+        """Return True for EAGLE-1 and EAGLE-2, which share a model: their layer reads states and
+        tokens that a linear layer joins first."""
         reads = self.tensors["layers.0.self_attn.q_proj.weight"].shape[1]
         return bool(reads == self.size)
 
@@ -103,13 +104,13 @@ class EagleWeights:
 
     @property
     def feature_size(self) -> int:
-        """Return how many numbers of the target a token is read with."""
+        """Return the size of the target's features that each token is read with."""
         return self.tensors["fc.weight"].shape[1] - (self.size if self.is_first else 0)
 
     @cached_property
     def fingerprint(self) -> str:
         """Return a hash that identifies the predictions. It covers the configuration of a published
-        head; ours follows from the tensors."""
+        checkpoint; the configuration of our own checkpoints follows from the tensors."""
         parts = [] if self.fingerprints else [repr(self.configured).encode()]
         parts += [name.encode() for name in sorted(self.tensors)]
         parts += [
@@ -144,8 +145,8 @@ class EagleWeights:
                 raise ValueError("d2t names a token below 0")
 
     def _check_norms(self) -> None:
-        """Raise ValueError where the norms of the target's layers are not one for each, of equal
-        parts."""
+        """Raise ValueError if the norms of the target's layers do not cover equal parts of the
+        features, one norm each."""
         norms = {
             name: part
             for name, part in self.tensors.items()
@@ -162,7 +163,7 @@ class EagleWeights:
                 )
 
     def _shapes(self) -> dict[str, tuple[int | None, ...]]:
-        """Return the shapes of the tensors that a head has or needs; None stands for any size."""
+        """Return the required shape of each tensor; None stands for any size."""
         size = self.config.hidden_size
         reads = self.tensors["fc.weight"].shape[-1]
         with torch.device("meta"):
@@ -176,7 +177,7 @@ class EagleWeights:
             shapes |= {name: tuple(shape) for name, shape in own.items()}
         if (
             self.is_first
-        ):  # which reads the target's head, and mostly has no norm in front
+        ):  # EAGLE-1 uses the target's head and mostly has no norm before the layer
             if "layers.0.input_layernorm.weight" not in self.tensors:
                 del shapes["layers.0.input_layernorm.weight"]
             shapes |= {"norm.weight": (size,)} if self.norm_output else {}
@@ -201,9 +202,10 @@ class EagleWeights:
         }
 
     def layers_of(self, target: LM) -> tuple[int | None, ...]:
-        """Return the target's layers after which features are taken: those that the head names,
-        else a low, a middle and a high one (EAGLE-3, Li 2025, section 3): the 2nd, the one at
-        depth // 2, and the one at depth - 3, counted from 1."""
+        """Return the layers of the target whose states are the features: the layers that the
+        checkpoint names, else a low, a middle and a high one (EAGLE-3, Li 2025, section 3). Those
+        are the 2nd, the one at depth // 2, and the one at depth - 3, counted from 1. (None,) stands
+        for the final states of EAGLE-1 and -2."""
         if self.is_first:
             return (None,)
         depth = target.num_layers
@@ -211,7 +213,8 @@ class EagleWeights:
 
     @property
     def is_partial(self) -> bool:
-        """Return whether a draft vocabulary stands for the target's."""
+        """Return True if the head predicts a smaller draft vocabulary, as named by the tensor
+        t2d."""
         return "t2d" in self.tensors
 
     def save(self, folder: Path) -> None:
@@ -248,7 +251,7 @@ class EagleWeights:
         write_json(folder / ABOUT, about)
 
     def check(self, target: LM, layers: tuple[int | None, ...]) -> None:
-        """Raise InputError unless it can draft for a target from the states after some of its
+        """Raise InputError unless the checkpoint can draft for a target from the states after these
         layers."""
         where = f"eagle {self.path}"
         given = len(layers) * target.hidden_size
@@ -292,8 +295,9 @@ class EagleWeights:
 
 
 class EagleDecoder(nn.Module):
-    """From tokens [m, T] and inputs [m, T, H] to the states [m, T, H] that the next token is read
-    with (Li 2024, section 3.1; of EAGLE-3 Li 2025, section 3)."""
+    """The decoder of EAGLE (Li 2024, section 3.1) and EAGLE-3 (Li 2025, section 3). It maps tokens
+    [m, T] and inputs [m, T, H] to states [m, T, H], which are also the inputs of the next
+    tokens."""
 
     def __init__(self, weights: EagleWeights, embedding: nn.Module):
         super().__init__()
@@ -312,7 +316,7 @@ class EagleDecoder(nn.Module):
         )
         self.rotary_emb = LlamaRotaryEmbedding(config=self.config)
         self.fc_norm = nn.ModuleList()
-        """One for each of the target's layers, or one for all."""
+        """Norms of the features: one per layer of the target, one for all, or none."""
         if "input_norm.weight" in tensors:
             self.fc_norm.append(self._norm(tensors, "input_norm"))
         while f"fc_norm.{len(self.fc_norm)}.weight" in tensors:
@@ -356,7 +360,7 @@ class EagleDecoder(nn.Module):
             position_ids = (
                 past + torch.arange(input_ids.shape[1], device=tokens.device)[None]
             )
-        # by position, as transformers 5.24 calls the cache otherwise
+        # by position: transformers 5.24 names the cache argument differently
         mask = create_causal_mask(
             self.config,
             tokens,
@@ -383,7 +387,7 @@ class EagleDecoder(nn.Module):
         )
 
     def _fused(self, tokens: Tensor, inputs: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return EAGLE-3's first layer, whose attention reads tokens and inputs side by side."""
+        """Run EAGLE-3's first layer, whose attention reads tokens and inputs concatenated."""
         layer: Any = self.layers[0]
         normed = layer.hidden_norm(inputs)
         both = torch.cat([layer.input_layernorm(tokens), normed], -1)
@@ -393,8 +397,8 @@ class EagleDecoder(nn.Module):
 
 
 class EagleModel(PreTrainedModel):
-    """EAGLE's model with a head: logits over the target's vocabulary, −inf where its own, which may
-    be smaller, has no token."""
+    """EAGLE's model with a head: logits over the target's vocabulary, −inf for tokens that a
+    smaller draft vocabulary lacks."""
 
     config_class = LlamaConfig
     _supports_sdpa = True
@@ -403,14 +407,14 @@ class EagleModel(PreTrainedModel):
         super().__init__(weights.config)
         self.made_of = weights, target
         own = weights.tensors.get("embed_tokens.weight")
-        # modules of its own on the target's weights, as it may be moved
+        # own modules on the target's weights, because this model may be moved
         weight = target.embedding.weight.detach() if own is None else own
         embedding = nn.Embedding.from_pretrained(weight)
         self.model = EagleDecoder(weights, embedding)
         self.vocab_size = target.vocab_size
         self.ids = cast(Tensor | None, None)
-        """The second: which of the target's tokens each of its own is; None where they are the
-        same."""
+        """[N]: id in the target's vocabulary of each token of the draft vocabulary; None if both
+        are the same."""
         self.norm: nn.Module | None = None
         if weights.is_first:
             bias = getattr(target.model.get_output_embeddings(), "bias", None)
@@ -426,7 +430,7 @@ class EagleModel(PreTrainedModel):
             self.ids = (torch.arange(len(offsets)) + offsets).to(target.device)
 
     def with_attention(self, name: str) -> EagleModel:
-        """Return the same on the same weights, with another attention."""
+        """Return a model on the same weights with another attention implementation."""
         weights, target = self.made_of
         config = copy.deepcopy(weights.config)
         other = EagleModel(replace(weights, config=config), target)
@@ -435,7 +439,7 @@ class EagleModel(PreTrainedModel):
         return other.eval()
 
     def restore_frequencies(self) -> None:
-        """Have the positions' frequencies in float32 again, once the model was cast."""
+        """Reset the rotary frequencies to float32 after the model was cast."""
         rotary = LlamaRotaryEmbedding(config=self.model.config)
         self.model.rotary_emb = rotary.to(self.model.fc.weight.device)
 
@@ -468,7 +472,7 @@ class EagleModel(PreTrainedModel):
         return CausalLMOutputWithPast(None, self.logits(state), past_key_values)
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return […, V] after states […, H]."""
+        """Return the logits […, V] for states […, H]."""
         logits = self.lm_head(state if self.norm is None else self.norm(state))
         if self.ids is None:
             return cast(Tensor, logits)
@@ -491,7 +495,7 @@ def _linear(tensors: Mapping[str, Tensor], name: str) -> nn.Linear:
 def _layer(
     tensors: Mapping[str, Tensor], config: LlamaConfig, i: int
 ) -> LlamaDecoderLayer:
-    """Return a Llama layer made of a checkpoint's tensors."""
+    """Build a Llama layer from a checkpoint's tensors."""
     with torch.device("meta"):
         layer = LlamaDecoderLayer(config, i)
     for name, part in [*layer.named_modules()]:
@@ -503,7 +507,7 @@ def _layer(
             weight = tensors.get(f"{whole}.weight")
             if weight is not None:
                 part.weight = nn.Parameter(weight)
-            elif (i, name) == (0, "input_layernorm"):  # EAGLE-1 has none there
+            elif (i, name) == (0, "input_layernorm"):  # EAGLE-1 lacks it
                 layer.input_layernorm = cast(LlamaRMSNorm, nn.Identity())
             else:
                 raise KeyError(f"{whole}.weight")
@@ -511,9 +515,8 @@ def _layer(
 
 
 def load_eagle(folder: str | Path) -> EagleWeights:
-    """Return the checkpoint in a folder, or on the Hub as hf:org/name: in the original layout, in
-    speculators', or ours, which is the original one. Raises InputError where there is none, or it
-    is broken or of another kind."""
+    """Return the checkpoint in a folder, or on the Hub as hf:org/name, in the original layout (also
+    ours) or that of speculators. Raises InputError if it is missing, broken or of another kind."""
     path = local(folder)
     found = [path / name for name in WEIGHTS if (path / name).is_file()]
     if not found or not (path / "config.json").is_file():
@@ -559,7 +562,7 @@ def _load(named: str, file: Path, changed: tuple[int, ...]) -> EagleWeights:
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors by the names of speculators' layout."""
+    """Return a checkpoint's tensors, named as in speculators' layout."""
     saved = tensors_in(file)
     tensors = {name: part for name, part in saved.items() if "rotary_emb" not in name}
     strange = [name for name in tensors if not KNOWN.fullmatch(name)]
@@ -582,13 +585,13 @@ def _layer_config(
     config = {name: said[name] for name in CONFIGURED if said.get(name) is not None}
     try:
         return LlamaConfig(**config, num_hidden_layers=len(layers))
-    except Exception as error:  # its own, of each field
+    except Exception as error:  # validation errors of its fields
         raise ValueError(f"config.json: {first_line(error)}") from None
 
 
 def _features(about: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the layers after which features are taken, counted from 1. SpecForge counts them from
-    0, others from 1."""
+    """Return the layers whose states are the features, counted from 1. The nested `eagle_config`
+    (SpecForge) counts from 0."""
     name = "eagle_aux_hidden_state_layer_ids"
     if about.get(name):
         return tuple(map(int, about[name]))

@@ -1,4 +1,4 @@
-"""Drafting from similar texts of the same search, corrected by the draft model if any."""
+"""Drafting from earlier texts of the same search, corrected by the draft model if there is one."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ from lenience.models.lm import LM
 from lenience.models.session import Session, common
 
 ROUNDS = 4
-"""Passes of the draft for a window at most."""
+"""Maximum number of draft passes per window."""
 READ_AT_ONCE = 16
-"""Maximum number of recalled tokens that the draft reads in a pass."""
+"""Maximum number of recalled tokens that the draft reads in one pass."""
 ALONE = 8
 """Maximum number of drafted tokens if nothing is recalled."""
 LEAST_MATCH = 3
 MATCH_AGAIN = 4
-"""Length of a match: at first, and after a token that differs from the recalled one."""
+"""Minimum length of a match: at first, and after a token that differs from the recalled one."""
 SURE = 0.9
 UNSURE = 0.5
-"""Probability of the draft's most probable token below which the draft is unsure."""
+"""Limits of the probability of the draft's most probable token: sure from the first on, unsure
+below the second."""
 LEAST_SHARE = 0.5
-"""A window ends where the chance that all of it is kept falls below this."""
+"""Probability of accepting the whole window, below which the window ends."""
 AGREED = 0.999
 AGREED_UNSURELY = 0.975
 AS_BEFORE = 0.98
 DRAFTED_SURELY = 0.965
 RECALLED = 0.6
-"""Acceptance rates measured on the built-in pair: of a token on which the recalled text and the
-draft agree, with the draft sure or unsure; of a recalled token where the draft predicts the same as
-then; of a token that the draft is sure of; of a recalled token where the draft is unsure. Other
-values change only the speed."""
+"""Acceptance rates measured on the built-in pair, in this order. A token on which the recalled text
+and the draft agree, with the draft sure, or not sure. A recalled token where the draft predicts the
+same token as in the earlier text. A token of which the draft is sure. A recalled token where the
+draft is unsure. Other values affect speed only."""
 DRAFTED = 0.7
 """Acceptance rate of a token that the draft is not sure of, as a factor of its probability."""
 
 
 @dataclass(frozen=True)
 class Recalled(DrafterSpec):
-    """Propose the continuations of a search's earlier texts after the same tokens, corrected by the
-    draft model where it now predicts another token than it did there. The rows' memory of `Recall`
-    holds the texts. Used where the target continues one sample many times."""
+    """Propose the continuation of the same tokens in a search's earlier texts. The draft model
+    corrects it where the draft now predicts another token than in the earlier text. The rows'
+    memory of `Recall` holds the texts. Used when the target continues one sample many times."""
 
     name = "recalled"
     offers = Parts.NOTHING
@@ -69,8 +70,8 @@ class Recalled(DrafterSpec):
 
 
 class _RecallOnly(Drafter):
-    """Proposes the continuations of earlier texts uncorrected, for a target without a draft
-    model."""
+    """A drafter that proposes continuations of earlier texts uncorrected, for a target without a
+    draft model."""
 
     def __init__(self, target: LM):
         self.target = target
@@ -112,12 +113,13 @@ class _RecalledDrafter(Drafter):
         )
 
     def _extend(self, windows: Sequence[_Window], ctx: Context) -> None:
-        """Run the draft over the recalled tokens of each window, and keep those it agrees with."""
+        """Run the draft over the recalled tokens of each window, and keep those that it agrees
+        with."""
         for window in windows:
             window.recollect(self.session.lm.vocab_size)
         states = 1 + max(len(window.recalled) for window in windows)
         together = [window for window in windows if len(window.sequence) >= states]
-        # all of them is too short
+        # these texts are shorter than the number of states
         apart = [window for window in windows if len(window.sequence) < states]
         for some in ([together] if together else []) + [[window] for window in apart]:
             self._read(some, ctx)
@@ -152,10 +154,10 @@ class _Window:
         self.recall.go_on(of.prefix)
         self.tokens = list[int]()
         self.guesses = list[int | None]()
-        """Proposed tokens, and the draft's tokens at their positions."""
+        """Draft's tokens at the positions of `tokens`, the proposed ones."""
         self.recalled = list[int]()
         self.wanted = list[int | None]()
-        """Tokens of the earlier text, and the draft's tokens there."""
+        """Draft's tokens in the earlier text, at the positions of `recalled`."""
         self.sequence = list[int]()
         """Text that the draft reads next."""
         self.tokens_read = 0
@@ -166,7 +168,7 @@ class _Window:
 
     @property
     def left(self) -> int:
-        """Return how many more tokens may be proposed."""
+        """Return the number of tokens that may still be proposed."""
         return 0 if self._over else self.limit - len(self.tokens)
 
     def as_chain(self) -> GrowingTree:
@@ -175,14 +177,14 @@ class _Window:
         return GrowingTree(self.tokens, [*range(-1, count - 1)], [0] * count)
 
     def take_recalled(self, eos: frozenset[int]) -> None:
-        """Propose the recalled tokens as they are."""
+        """Propose the recalled tokens unchanged."""
         for token in self.recalled:
             if not self._propose(token, token, AS_BEFORE, eos):
                 return
 
     def recollect(self, known_ids: int) -> None:
-        """Look up the continuation for the draft to read, up to the first id that only the target
-        has."""
+        """Look up the continuation that the draft will read, up to the first id that the draft
+        lacks."""
         if self._place is None:
             self._place = self._found(LEAST_MATCH)
         self.recalled = []
@@ -202,7 +204,7 @@ class _Window:
     def take(
         self, said: Sequence[int], probs: Sequence[float], eos: frozenset[int]
     ) -> None:
-        """Append the recalled tokens that the draft agrees with, and one token of its own."""
+        """Append the recalled tokens that the draft agrees with, and one token of the draft."""
         for i, (token, wanted) in enumerate(zip(self.recalled, self.wanted)):
             now = said[i]
             sure = probs[i]
@@ -218,7 +220,7 @@ class _Window:
                 return
             if not self._propose(token, now, chance, eos):
                 return
-        if len(self.recalled) == READ_AT_ONCE:  # there may be more of it
+        if len(self.recalled) == READ_AT_ONCE:  # the text may continue
             self._go_on_after(READ_AT_ONCE)
             return
         if self._place is None:
@@ -229,8 +231,8 @@ class _Window:
             self._propose(said[-1], said[-1], _chance(probs[-1]), eos)
 
     def _go_on_after(self, n: int) -> None:
-        """Continue after a token that replaced a recalled one: from where the text stood before, or
-        as if it had been the recalled one."""
+        """Continue recalling after n of the recalled tokens: at a new match of the text's end if
+        there is one, else in the same earlier text."""
         assert self._place is not None
         again = self._found(MATCH_AGAIN)
         self._place = again or Place(self._place.text, self._place.at + n)
@@ -243,7 +245,7 @@ class _Window:
     def _propose(
         self, token: int, guess: int, chance: float, eos: frozenset[int]
     ) -> bool:
-        """Add a token with its acceptance probability, and return True if the window continues."""
+        """Add a token with its acceptance probability. Return True if the window continues."""
         self._share *= chance
         if self.tokens and self._share < LEAST_SHARE:
             self._over = True
@@ -259,7 +261,7 @@ def _said(
     logits: Tensor, windows: Sequence[_Window], ctx: Context
 ) -> tuple[Tensor, Tensor]:
     """Return the draft's tokens [m, n] for logits [m, n, V], greedy or drawn with the rows' keys,
-    and their probabilities."""
+    and their probabilities [m, n]."""
     if ctx.greedy:
         best, tokens = logits.float().max(-1)
         return tokens, (best - logits.float().logsumexp(-1)).exp()
@@ -274,5 +276,5 @@ def _said(
 
 
 def _chance(sure: float) -> float:
-    """Return the acceptance rate of a token that the draft predicts."""
+    """Return the acceptance rate of a token that the draft predicts with probability `sure`."""
     return DRAFTED_SURELY if sure >= SURE else DRAFTED * sure

@@ -1,4 +1,4 @@
-"""Drafting with heads on the target's last state, each for one of the next tokens."""
+"""Drafting with heads on the target's last state, one for each of the next tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from lenience.models.vocabulary import widened
 BUILT_IN = EMBEDDED / "medusa"
 HUB_FILE = "medusa_lm_head.pt"
 PUBLISHED = re.compile(r"(\d+)\.(\d+)\.(?:linear\.(weight|bias)|weight)")
-"""The tensors of Medusa-1's file: of a head's blocks and, without `linear`, its matrix."""
+"""Names of the tensors in Medusa-1's file: those of a head's blocks and, without `linear`, the
+head's vocabulary matrix."""
 VOCABULARY = "draft_vocab"
 """Name of the tensor that lists a draft vocabulary."""
 MEND = "`lenience fit RUN --drafter {kind}` makes RUN/{kind}"
@@ -46,13 +47,13 @@ MEND = "`lenience fit RUN --drafter {kind}` makes RUN/{kind}"
 
 @dataclass
 class DraftHeads:
-    """Heads that predict the tokens after the next one from the target's last state, the i-th the
-    token i + 2 places behind the state's own."""
+    """Heads that predict tokens from the target's last state. Head i predicts the token i + 2
+    positions after the state's own token; the target itself predicts the next one."""
 
     kind: str
-    """blockwise: x + W₂ · relu(W₁ · x) and the target's own vocabulary matrix (Stern 2018, section
-    3); medusa: blocks x + silu(W · x + b) and perhaps a matrix of their own (Cai 2024, section
-    2.1.1)."""
+    """Kind of the heads. blockwise: x + W₂ · relu(W₁ · x) and the target's vocabulary matrix (Stern
+    2018, section 3). medusa: blocks x + silu(W · x + b), mostly with a matrix per head (Cai 2024,
+    section 2.1.1)."""
     blocks: list[list[dict[str, Tensor]]]
     """Blocks of each head, with `weight` [H, H] and `bias` [H] or, for blockwise, `into` [N, H],
     `into_bias` [N], `out` [H, N] and `out_bias` [H]."""
@@ -62,14 +63,15 @@ class DraftHeads:
     """Fingerprints of the target and the tokenizer; empty if the file has none."""
     metrics: dict[str, Any]
     prompts: tuple[str, ...] | None = None
-    """Digests of the prompts that they were fitted on; None where nobody needs to know."""
+    """Digests of the training prompts; None if someone else trained the heads."""
     tokens: Tensor | None = None
-    """[N]: the draft vocabulary that the matrices [N, H] have rows for; None for the whole one."""
+    """[N]: ids of the draft vocabulary, one per row of the matrices [N, H]; None for the whole
+    vocabulary."""
 
     _on: dict[tuple[torch.device, torch.dtype], DraftHeads] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """The same where it has been asked for."""
+    """Copies of the heads by device and dtype."""
 
     @property
     def hidden_size(self) -> int:
@@ -81,7 +83,7 @@ class DraftHeads:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a hash of the heads' predictions."""
+        """Return a hash that identifies the heads' predictions."""
         content = [
             tensor.float().cpu().numpy().tobytes()
             for _, tensor in sorted(self.tensors().items())
@@ -100,7 +102,7 @@ class DraftHeads:
         return named if self.tokens is None else {**named, VOCABULARY: self.tokens}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> DraftHeads:
-        """Return the same on a device, in a precision; kept."""
+        """Return a copy of the heads on a device, in a dtype, cached."""
         if (device, dtype) not in self._on:
             blocks = [
                 [
@@ -136,14 +138,15 @@ class DraftHeads:
         return torch.nn.functional.silu(linear(x, block["weight"], block["bias"]))
 
     def logits(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Return […, n, V] of the target's states […, H], whose own vocabulary matrix is [V, H]."""
+        """Return the heads' logits […, n, V] from the target's states […, H]. `matrix` [V, H] is
+        the target's vocabulary matrix."""
         logits = self.row_logits(x, matrix)
         if self.tokens is None:
             return logits
         return widened(logits, self.tokens, len(matrix))
 
     def row_logits(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Return logits as `logits` does, of the draft vocabulary alone [..., n, N]."""
+        """Return the heads' logits […, n, N] over the draft vocabulary alone, see `logits`."""
         states = self.states(x)
         if self.matrices is None:
             return states @ matrix.T
@@ -151,8 +154,7 @@ class DraftHeads:
         return torch.stack([state @ own.T for state, own in each], -2)
 
     def check_shapes(self) -> None:
-        """Raise ValueError where a part is missing, or has another shape than goes with the
-        others."""
+        """Raise ValueError if a part is missing or its shape does not fit the other parts."""
         if not self.blocks:
             raise ValueError("it has no heads")
         for i, blocks in enumerate(self.blocks):
@@ -198,7 +200,7 @@ class DraftHeads:
                 )
 
     def check(self, where: str, target: LM, fingerprints: Mapping[str, str]) -> None:
-        """Raise InputError unless these can draft for a target."""
+        """Raise InputError unless the heads can draft for a target."""
         if self.hidden_size != target.hidden_size:
             raise InputError(
                 f"{where}: reads states of {self.hidden_size} numbers, and the "
@@ -217,7 +219,7 @@ class DraftHeads:
         check_fitted_to(where, self.fingerprints, fingerprints)
 
     def save(self, folder: Path) -> None:
-        """Write medusa.safetensors and medusa.json, named by the kind, each whole or not at all."""
+        """Write KIND.safetensors and KIND.json, such as medusa.json, each atomically."""
         with replacing(folder / f"{self.kind}.safetensors") as new:
             save_file(
                 {name: part.detach().clone() for name, part in self.tensors().items()},
@@ -235,9 +237,9 @@ class DraftHeads:
 
 
 def load_heads(folder: str | Path, kind: str) -> DraftHeads:
-    """Return the heads of a kind saved in a folder, or on the Hub as hf:org/name, by us or, for
-    medusa, as they are published, in medusa_lm_head.pt. Raises InputError where there are none or
-    they are broken."""
+    """Return the heads of a kind in a folder, or on the Hub as hf:org/name. They were saved here
+    or, for medusa, published as medusa_lm_head.pt. Raises InputError if they are missing or
+    broken."""
     path = local(folder)
     if (path / f"{kind}.json").is_file():
         return _load(
@@ -277,8 +279,8 @@ def _load(named: str, path: Path, kind: str, changed: int) -> DraftHeads:
 
 
 def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> DraftHeads:
-    """Return heads from tensors as `DraftHeads.tensors` names them. Raises ValueError or
-    LookupError where they do not go together."""
+    """Return heads from tensors with the names of `DraftHeads.tensors`. Raises ValueError or
+    LookupError if the tensors do not fit together."""
     blocks: list[list[dict[str, Tensor]]] = [[] for _ in range(count)]
     matrices: dict[int, Tensor] = {}
     vocabulary = tensors.get(VOCABULARY)
@@ -302,8 +304,8 @@ def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> Draft
 
 @lru_cache(maxsize=2)
 def _load_published(named: str, path: Path, changed: int) -> DraftHeads:
-    """Return Medusa-1 heads in the published layout. The file gives their number, as uploaded
-    configurations state another."""
+    """Return Medusa-1 heads in the published layout. The number of heads comes from the file,
+    because published configurations state another number."""
     try:
         saved = tensors_in(path / HUB_FILE)
         tensors = {}
@@ -323,7 +325,7 @@ def _load_published(named: str, path: Path, changed: int) -> DraftHeads:
 
 @dataclass(frozen=True)
 class _Heads(DrafterSpec):
-    """Heads in a folder."""
+    """Trained heads stored in a folder."""
 
     path: str
     offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
@@ -375,9 +377,9 @@ class Blockwise(_Heads):
 
 
 class HeadsDrafter(Drafter):
-    """Drafts with heads: nothing in an answer's first cycle, which reads the prompt, and then as
-    many tokens one after the other as there are heads. Each is picked without a look at those
-    before it."""
+    """A drafter with heads. It proposes nothing in an answer's first cycle, which reads the prompt,
+    and later at most one token per head. Each head's token is picked without knowing the tokens
+    before."""
 
     def __init__(self, heads: DraftHeads, setup: DrafterSetup):
         self.target = setup.target

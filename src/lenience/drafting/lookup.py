@@ -1,6 +1,6 @@
 """Drafting by lookup: prompt lookup and suffix decoding.
 
-No model drafts; the tokens are proposed with probability 1.
+No model drafts; tokens are proposed with probability 1.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from lenience.drafting.trees.shapes import Dynamic, Tree
 T = TypeVar("T", "_Ngrams", Suffixes)
 S = TypeVar("S")
 MOST_FINISHED = 1_000_000
-"""Tokens of finished texts that are remembered; with more it is begun anew."""
+"""Maximum number of tokens of finished texts that are remembered; beyond it the index starts
+afresh."""
 
 
 @dataclass(frozen=True)
 class Ngram(DrafterSpec):
     """Propose the tokens after an earlier occurrence of the last tokens: prompt lookup (Saxena
-    2023). The longest match of at most `max` tokens is used, and the most recent of equally long
-    ones (`transformers`' prompt_lookup_num_tokens uses the oldest)."""
+    2023). The longest match of at most `max` tokens is used; of equally long matches, the most
+    recent (`transformers`' prompt_lookup_num_tokens uses the oldest)."""
 
     max: int = 3
     oldest: bool = False
-    """Take the oldest of equally long matches."""
+    """True to use the oldest of equally long matches."""
     name = "ngram"
     grid = ("ngram", "ngram:max=5", "ngram:oldest=true")
 
@@ -51,17 +52,17 @@ class Ngram(DrafterSpec):
 @dataclass(frozen=True)
 class Suffix(DrafterSpec):
     """Propose the most frequent continuation of the text's longest ends earlier in it:
-    SuffixDecoding (Oliaro 2024). The number of tokens is the match's length times `factor`. The
-    match with the largest sum of token probabilities is used."""
+    SuffixDecoding (Oliaro 2024). At most the match's length times `factor` tokens are proposed. The
+    match with the largest sum of path probabilities is used."""
 
     depth: int = 24
-    """Largest counted length of a match."""
+    """Maximum length of a match that counts."""
     factor: float = 1.0
     least: float = 0.1
-    """Least share of the continuations that a proposed token's path must have."""
+    """Minimum share of the continuations for the path of a proposed token."""
     finished: bool = False
-    """Look also in the prompts and answers that were finished with this target before, while the
-    process runs."""
+    """True to search also the prompts and answers that this process has finished with this
+    target."""
     name = "suffix"
     grows_trees = True
     grid = ("suffix", "suffix:factor=2.0", "suffix:depth=8,least=0.0")
@@ -87,8 +88,8 @@ class Suffix(DrafterSpec):
 
 
 def check_dynamic(drafter: DrafterSpec, tree: Tree) -> None:
-    """Raise InputError for a tree by ranks, as lookups do not have the same number of ranks at
-    every position."""
+    """Raise InputError for any tree but a plain dynamic one: lookups have neither a fixed number of
+    ranks nor distributions at each position."""
     if not isinstance(tree, Dynamic):
         raise InputError(
             f"drafter {drafter}: has no ranks at every position; with tree {tree} use "
@@ -105,14 +106,14 @@ def check_dynamic(drafter: DrafterSpec, tree: Tree) -> None:
 
 @dataclass
 class _RowIndex(Generic[T]):
-    """Index of a row's text."""
+    """The index of a row's text."""
 
     index: T
     tokens: list[int] = field(default_factory=list)
 
 
 class _Lookup(Drafter, Generic[T]):
-    """Keeps an index of each row's text, so that a cycle adds only new tokens."""
+    """A drafter that keeps an index of each row's text, so that a cycle adds only new tokens."""
 
     def __init__(self, setup: DrafterSetup):
         self.target = setup.target
@@ -128,8 +129,8 @@ class _Lookup(Drafter, Generic[T]):
     def look_up(
         self, index: T, tokens: list[int], ahead: int, limit: int
     ) -> GrowingTree:
-        """Return a continuation of a text, at most `limit` tokens one after another. The text's
-        last `ahead` tokens are not in the index."""
+        """Return a continuation of a text, of at most `limit` tokens on a path. The text's last
+        `ahead` tokens are not in the index."""
         raise NotImplementedError
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
@@ -168,7 +169,7 @@ class _Lookup(Drafter, Generic[T]):
 
 
 class _Ngrams:
-    """Where each n-gram of a text ends that something follows."""
+    """An index from each n-gram of a text to the position of the token that follows it."""
 
     def __init__(self, most: int, oldest: bool):
         self.most = most
@@ -178,7 +179,7 @@ class _Ngrams:
         self._length = 0
 
     def add(self, token: int) -> None:
-        for n in range(1, len(self._last) + 1):  # the token follows those before it
+        for n in range(1, len(self._last) + 1):  # n-grams that end before the token
             key = tuple(self._last[-n:])
             if not (self.oldest and key in self.ends):
                 self.ends[key] = self._length
@@ -226,7 +227,8 @@ class Finished:
             self.size += len(tokens) + 1
 
     def go_on(self, rows: dict[int, _RowIndex[Suffixes]]) -> None:
-        """Take over the rows that the previous drafter left; `rows` belong to another one."""
+        """Add the texts that the previous drafter left in its rows, and watch the `rows` of the
+        next one."""
         before = self._unfinished
         self._unfinished = rows
         for known in before.values():
@@ -269,8 +271,8 @@ class _SuffixDrafter(_Lookup[Suffixes]):
     def _best(
         self, index: Suffixes, matches: Iterable[tuple[int, int]], limit: int
     ) -> tuple[GrowingTree, float]:
-        """Return the proposal of the best match in an index, whose longest matches come first, and
-        the sum of its shares."""
+        """Return the proposal of the best match in an index, and the sum of its path shares.
+        `matches` begin with the longest."""
         best = GrowingTree()
         worth = 0.0
         for state, length in matches:
@@ -297,15 +299,18 @@ def likeliest(
     least: float,
     eos: frozenset[int],
 ) -> tuple[GrowingTree, float]:
-    """Return the most frequent tokens after a state of an index, at most `depth` one after another,
-    and the sum of their paths' shares, each of at least `least`. A chain takes the most frequent
-    token after each, a tree the most frequent paths. `followers` returns the continuations of a
-    state: each token, its share, and the state after it."""
+    """Return the most frequent tokens after a state of an index, at most `depth` on a path, and the
+    sum of their paths' shares. Paths with a share below `least` are left out.
+
+    A chain takes the most frequent token after each token, a tree the most frequent paths.
+    `followers` returns the continuations of a state: each token, its share, and the state after the
+    token.
+    """
     grown = GrowingTree()
     worth = 0.0
     depth = min(depth, getattr(tree, "depth", None) or depth)
     nodes = depth if tree.is_chain else tree.size
-    # (−share of a path, in which order it was met, token, parent, state, depth)
+    # (−share of the path, insertion order, token, parent, state, depth)
     waiting: list[tuple[float, int, int, int, S, int]] = []
     order = count()
 

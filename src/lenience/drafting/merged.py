@@ -1,4 +1,4 @@
-"""Several drafters' proposals as one tree."""
+"""Proposals of several drafters merged into one tree."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lenience.models.lm import LM
 
 @dataclass(frozen=True)
 class Merged(DrafterSpec):
-    """`a|b`: the proposals of both in one tree, shared prefixes once (SpecInfer, Miao 2023, section
-    4.1: merge-based token trees). Its tokens count as chosen, not drawn."""
+    """Draft with several drafters and merge their proposals into one tree: `a|b` (SpecInfer, Miao
+    2023, section 4.1: merge-based token trees). Tokens of the tree count as chosen, not drawn."""
 
     parts: tuple[DrafterSpec, ...]
     name = "merged"
@@ -125,7 +125,7 @@ class _MergedDrafter(Drafter):
 
 
 class _Union:
-    """Trees of one row in one."""
+    """A union of one row's trees."""
 
     def __init__(self) -> None:
         self.grown = GrowingTree()

@@ -1,4 +1,4 @@
-"""Draft chains and trees with a model of the target's vocabulary."""
+"""Drafting of chains and trees with a model of the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lenience.models.session import Session, tree_cache
 
 CHUNK = 8
 CHUNK_PER_TOKEN = 2
-"""Numbers of tokens drafted between looks for EOS: without a stop condition, and with one that
-checks each token."""
+"""Numbers of tokens drafted between checks on the host: for EOS alone, and with a stop condition
+that checks each token."""
 _END = -1
-"""Stands for a token at which a stop condition ends the window."""
+"""Placeholder for a token at which a stop condition ends the window."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class DraftModel(DrafterSpec):
 
 
 def model_drafter(lm: LM, setup: DrafterSetup) -> Drafter:
-    """Return a drafter of chains or trees by a model of the same vocabulary."""
+    """Return a drafter of chains or trees with a model of the target's vocabulary."""
     capacity = min(setup.capacity, lm.context_length or setup.capacity)
     cache = None if setup.tree.is_chain else tree_cache(lm, setup.rows, capacity)
     return drafter_on(Session(lm, setup.rows, capacity, cache, setup.profile), setup)
 
 
 def drafter_on(session: Session, setup: DrafterSetup) -> Drafter:
-    """Return the same with the session that the model is read in."""
+    """Return a drafter of chains or trees on a session of its model."""
     if setup.tree.is_chain:
         return ModelDrafter(session, setup.target, setup.keep_states, setup.stop)
     return TreeDrafter(session, setup.target, setup.tree, setup.stop)
@@ -68,20 +68,20 @@ def drafter_on(session: Session, setup: DrafterSetup) -> Drafter:
 
 @dataclass
 class _Window:
-    """A window that is being drafted for B rows."""
+    """The windows of B rows while they are drafted."""
 
     prefixes: list[list[int]]
     limits: list[int]
-    """[B]: how many tokens may be drafted for each row."""
+    """[B]: maximum number of tokens for each row."""
     tokens: Tensor
-    """[B, n]: those drafted so far."""
+    """[B, n]: tokens drafted so far."""
     logits: list[Tensor] = field(default_factory=list)
-    """Parts [B, …, V] that stand side by side, one for each read."""
+    """Parts [B, m, V] of the logits in order, one per read."""
     hidden: list[Tensor] = field(default_factory=list)
     tokens_read: list[int] = field(default_factory=list)
-    """[B]"""
+    """[B]: number of tokens that the model has read for each row."""
     stop_mask: Tensor | None = None
-    """[B, n or one fewer] bool: where a stop condition ends drafting."""
+    """[B, n] or [B, n - 1] bool: True where a stop condition ends drafting."""
 
     def add(
         self, logits: Tensor, hidden: Tensor, tokens: Tensor, tokens_read: Sequence[int]
@@ -97,12 +97,12 @@ class _Window:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with an independent model of the same vocabulary, at most as many tokens as the
-    context's window and none past an EOS.
+    """A drafter of chains with a model of the target's vocabulary. A window has at most
+    `ctx.window` tokens and ends at an EOS.
 
-    Proposals have the target's width and device: embeddings of one vocabulary may be padded
-    differently, and an id that only the draft has is never proposed. `keep_states` keeps the
-    draft's hidden states for a rule that reads them.
+    Proposals have the target's width and device: two models may pad one vocabulary differently, and
+    an id that only the draft has is never proposed. `keep_states` keeps the draft's hidden states
+    for a rule that reads them.
     """
 
     def __init__(
@@ -163,31 +163,31 @@ class ModelDrafter(Drafter):
         return Draft(window.tokens, lengths, trusted=trusted)
 
     def _reads_on(self, ctx: Context) -> bool:
-        """Return True if the model's most probable token is drafted."""
+        """Return True if each drafted token is the model's most probable token."""
         fits = self.session.lm.vocab_size <= self.target.vocab_size
         return ctx.greedy and not ctx.processors and fits
 
     def _unseen(self, ctx: Context) -> bool:
-        """Return whether a window is drafted to its end without a look at its tokens."""
+        """Return True if whole windows are drafted without checking tokens on the host."""
         looks = self.stop.per_token or self.session.cache.needs_host_tokens
         return self._reads_on(ctx) and not looks
 
     @property
     def _extra(self) -> bool:
-        """Return whether the last token is read too, for the state after it."""
+        """Return True if the last drafted token is read too, for the state after it."""
         return self.keep_states or self.stop.needs_state_after
 
     def _draft_greedily(self, window: _Window, ctx: Context) -> Tensor | None:
-        """Draft the whole window in one read, and find the lengths [B] on the device; None if the
-        model's context ended it before. The number of tokens is rounded up, as each length is
-        recorded."""
+        """Draft the whole window in one read. Return the lengths [B], found on the device; None if
+        the model's context ended the window early. The number of tokens is rounded up, because each
+        number is recorded as another CUDA graph."""
         left = max(window.limits) + self._extra
         steps = min(-(-left // CHUNK) * CHUNK, ctx.window + self._extra)
         self._read(window, window.prefixes, steps, ctx)
         return self._to_eos(window) if window.tokens.shape[1] >= left else None
 
     def _draft_looking(self, window: _Window, ctx: Context) -> None:
-        """Draft in parts, and lower the limits where an EOS or the stop condition ends a row."""
+        """Draft in chunks, and lower the limits of rows that an EOS or the stop condition ends."""
         chunk = 1
         if self._reads_on(ctx):
             chunk = CHUNK_PER_TOKEN if self.stop.per_token else CHUNK
@@ -220,7 +220,8 @@ class ModelDrafter(Drafter):
         window.add(logits, reading.hidden, tokens.to(self.device), reading.tokens_read)
 
     def _shorten(self, window: _Window, probs: list[Tensor], ctx: Context) -> None:
-        """Lower the limits to where a row ends; `probs` are the stop condition's so far."""
+        """Lower the limit of each row that has ended. `probs` collects the acceptance probabilities
+        of the stop condition."""
         looked_at = window.tokens
         if self.stop.per_token:
             self._ask(window, probs, ctx)
@@ -232,7 +233,7 @@ class ModelDrafter(Drafter):
             for i, token in enumerate(row[: window.limits[b]], 1):
                 if (
                     token == _END or token in self.eos_ids
-                ):  # nothing after an EOS could be kept
+                ):  # nothing after an EOS is ever kept
                     doubted = token == _END and not self.stop.proposes_doubted
                     window.limits[b] = i - doubted
                     break
@@ -241,7 +242,7 @@ class ModelDrafter(Drafter):
         """Query the stop condition about the last drafted tokens."""
         hidden = window.hidden[-1]
         if self.stop.needs_state_after and len(window.hidden) == 1:
-            # the first state belongs to the token before the first
+            # the first state follows the token before the window
             hidden = hidden[:, 1:]
         if not hidden.shape[1]:
             return
@@ -254,8 +255,8 @@ class ModelDrafter(Drafter):
         )
 
     def _limits(self, ctx: Context, room: Sequence[int]) -> list[int]:
-        """Return [B]: how many tokens may be drafted for each row."""
-        # a token of the target's, in any case
+        """Return [B]: the maximum number of tokens to draft for each row."""
+        # one token of the budget is the target's, in any case
         follows = not self.stop.skips_verification
         wanted = [self.stop.max_tokens(row, ctx.window) for row in ctx.rows]
         left = [n + 1 - follows for n in room]
@@ -263,8 +264,8 @@ class ModelDrafter(Drafter):
         return list(map(min, zip(wanted, limits)))
 
     def _to_eos(self, window: _Window) -> Tensor:
-        """Return [B]: how many of the first tokens there are to an EOS, within the limits; found
-        where the tokens are."""
+        """Return [B]: the number of tokens up to and including an EOS, within the limits. It is
+        computed on the tokens' device."""
         n = window.tokens.shape[1]
         places = torch.arange(1, n + 1, device=window.tokens.device)
         last = places.where((window.tokens[..., None] == self.eos).any(-1), n).amin(1)
@@ -275,10 +276,9 @@ class ModelDrafter(Drafter):
 
 
 class TreeDrafter(Drafter):
-    """Drafts trees with an independent model of the same vocabulary, a pass for each level. Its
-    tokens are chosen by their probability, also where the target samples, unless the tree draws
-    them. A stop condition that asks about each token ends the paths at which it would end a
-    chain."""
+    """A drafter of trees with a model of the target's vocabulary, one pass per level. Tokens are
+    chosen by probability, even if the target samples, unless the tree draws them. A stop condition
+    that checks each token ends a path where it would end a chain."""
 
     def __init__(self, session: Session, target: LM, tree: Tree, stop: Stop):
         self.session = session
@@ -292,7 +292,7 @@ class TreeDrafter(Drafter):
         limits = list(map(min, zip(wanted, most)))
         if not max(limits):
             return as_draft([GrowingTree() for _ in ctx.rows], self.target.device)
-        # a row for which nothing is drafted may be longer than the draft's context
+        # a row without drafted tokens may be longer than the draft's context
         prefixes = [
             row.prefix if n else row.prefix[:1] for row, n in zip(ctx.rows, limits)
         ]
@@ -309,7 +309,7 @@ class TreeDrafter(Drafter):
 
 
 class _Reader:
-    """Reads a cycle's tokens level by level."""
+    """A reader of a cycle's tokens, level by level."""
 
     def __init__(self, drafter: TreeDrafter, ctx: Context, prefixes: list[list[int]]):
         self.session = drafter.session
@@ -339,7 +339,8 @@ class _Reader:
         return logits
 
     def _processed(self, logits: Tensor, n: int) -> Tensor:
-        """Return logits after the model's processors, each applied after the token's own path."""
+        """Return the logits after the model's logits processors, each applied to the token's own
+        path."""
         if not self.ctx.processors:
             return logits
         ctx = replace(self.ctx, rows=[row for row in self.ctx.rows for _ in range(n)])
@@ -352,7 +353,7 @@ class _Reader:
                     path.insert(0, tokens[at])
                     at = parents[at]
                 ahead.append(path)
-        # a level that is asked about again stands less deep
+        # paths of a level that is requested again are shorter; pad them
         deepest = max(map(len, ahead))
         ahead = [path[:1] * (deepest - len(path)) + path for path in ahead]
         flat = logits.reshape(-1, 1, logits.shape[-1])
@@ -362,21 +363,23 @@ class _Reader:
 def most_drafted(
     session: Session, target: LM, ctx: Context, room: Sequence[int]
 ) -> list[int]:
-    """Return [B]: how many tokens a draft may propose one after the other, where each row may have
-    `room` new ones more, the last of them the target's."""
+    """Return [B]: the maximum number of tokens that a draft may propose on a path. `room` is each
+    row's token budget; its last token is the target's. A row with an id that only the target has
+    gets 0."""
     limits = []
     for row, left in zip(ctx.rows, room):
         limit = max(0, min(ctx.window, left - 1, session.room(row.prefix) - 1))
         if (
             session.lm.vocab_size < target.vocab_size
-        ):  # there are ids of the target's alone
+        ):  # some ids belong to the target's vocabulary alone
             limit = 0 if max(row.prefix) >= session.lm.vocab_size else limit
         limits.append(limit)
     return limits
 
 
 def wide_as_target(logits: Tensor, target: LM) -> Tensor:
-    """Return [B, n, V] logits of a draft, as wide as the target's and on its device."""
+    """Return the logits [B, n, V] of a draft with the target's vocabulary size, on the target's
+    device."""
     missing = target.vocab_size - logits.shape[-1]
     if missing:
         logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
@@ -384,5 +387,5 @@ def wide_as_target(logits: Tensor, target: LM) -> Tensor:
 
 
 def _first_columns(parts: list[Tensor], n: int) -> Tensor:
-    """Return the first `n` columns of parts that stand side by side."""
+    """Return the first `n` columns of the concatenated parts."""
     return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[:, :n]

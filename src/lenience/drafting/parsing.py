@@ -1,4 +1,4 @@
-"""Read a drafter, a stop condition or the shape of a tree from its spec."""
+"""Parse drafters, stop conditions and trees from their specs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 def parse_drafter(drafter: str | DrafterSpec) -> DrafterSpec:
-    """Return a drafter from its spec, such as "model", or several combined, such as "ngram|model",
-    "ngram>model" or "model:4+ngram", where "|" binds least and "+" most. A DrafterSpec is returned
-    as it is. Raises InputError for a wrong spec."""
+    """Return a drafter from its spec: one such as "model", or a combination such as "ngram|model",
+    "ngram>model" or "model:4+ngram". "|" binds least and "+" most. A DrafterSpec is returned
+    unchanged. Raises InputError for a wrong spec."""
     if not isinstance(drafter, str):
         return spec.parse(drafter, "drafter", "drafter", DRAFTERS, DrafterSpec)
     try:
@@ -58,12 +58,13 @@ def _only(parts: list[T], mark: str) -> T:
 
 def parse_stop(stop: str | Stop) -> Stop:
     """Return a stop condition from its spec, such as "confidence:0.4" or "head:run/stop@0.5". A
-    Stop is returned as it is. Raises InputError for a wrong spec."""
+    Stop is returned unchanged. Raises InputError for a wrong spec."""
     return spec.parse(stop, "stop", "stop condition", STOPS, Stop)
 
 
 def parse_tree(tree: str | Tree, depth: int | None = None) -> Tree:
-    """Return a tree from its spec, such as "dynamic:16"; a planned one as the best shape of at most
-    `depth` levels. A Tree is returned as it is. Raises InputError for a wrong spec."""
+    """Return a tree from its spec, such as "dynamic:16". A planned tree becomes the best shape of
+    at most `depth` levels; other Tree objects are returned unchanged. Raises InputError for a wrong
+    spec."""
     parsed = spec.parse(tree, "tree", "tree", TREES, Tree)
     return parsed.shape(depth) if isinstance(parsed, Planned) else parsed

@@ -1,4 +1,4 @@
-"""The drafters, stop conditions and shapes of trees by name."""
+"""Drafters, stop conditions and tree shapes by name."""
 
 from __future__ import annotations
 
@@ -43,12 +43,14 @@ DRAFTERS: dict[str, type[DrafterSpec]] = {
         Datastore,
     )
 }
-"""A drafter is added here, and is then known to specs, certificates and the property tests."""
+"""Registry of drafters; an entry makes a drafter known to specs, certificates and the property
+tests."""
 STOPS: dict[str, type[Stop]] = {
     stop.name: stop
     for stop in (Fixed, Heuristic, Confidence, Fallback, Entropy, Likely, Gate)
 }
-"""A stop condition is added here, and is then known to specs, certificates and the tests."""
+"""Registry of stop conditions; an entry makes a stop condition known to specs, certificates and the
+tests."""
 TREES: dict[str, type[Tree]] = {
     tree.name: tree for tree in (Chain, Auto, Cartesian, Dynamic, Planned, Shape)
 }

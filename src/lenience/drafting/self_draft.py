@@ -28,10 +28,13 @@ from lenience.models.session import Session
 
 @dataclass(frozen=True)
 class _OwnLayers(DrafterSpec):
-    """A draft model of some of the target's layers, with its final norm and head, on the same
+    """A draft model made of some of the target's layers, with its final norm and head, on the same
     weights. It drafts on the target's keys and values (Draft & Verify, Zhang 2023), so no prompt is
-    read twice. It has its own keys and values if other drafters propose too, if the target's passes
-    are recorded, and if the target is exported and the draft could not be."""
+    read twice.
+
+    It has its own keys and values in three cases: other drafters propose too, the target's passes
+    are recorded, or the target is exported and the draft could not be exported.
+    """
 
     offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
     grows_trees = True
@@ -39,8 +42,8 @@ class _OwnLayers(DrafterSpec):
     writes_target_cache = True
 
     def left_out(self, depth: int) -> Sequence[int]:
-        """Return the layers to skip of a target with `depth` layers, counted from 1. Raises
-        InputError for layers that it lacks."""
+        """Return the layers, counted from 1, to skip in a target with `depth` layers. Raises
+        InputError for layers that the target lacks."""
         raise NotImplementedError
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
@@ -67,7 +70,7 @@ class _OwnLayers(DrafterSpec):
         return AfterTarget(drafter_on(shared, setup), shared)
 
     def _lm(self, target: LM) -> LM:
-        """Return the model, compiled where the target is."""
+        """Return the draft model, compiled if the target is."""
         lm = without_layers(target, self.left_out(target.num_layers))
         backend = target.backend
         if backend:
@@ -77,8 +80,8 @@ class _OwnLayers(DrafterSpec):
 
 @dataclass(frozen=True)
 class Exit(_OwnLayers):
-    """Draft with the target's first layers (early exit, LayerSkip, Elhoushi 2024). It pays for
-    models that were trained for it."""
+    """Draft with the target's first layers (early exit, LayerSkip, Elhoushi 2024). It pays off for
+    models trained for early exit."""
 
     layer: int
     name = "exit"
@@ -94,7 +97,7 @@ class Exit(_OwnLayers):
 
 @dataclass(frozen=True)
 class Skip(_OwnLayers):
-    """Draft with the target, some of its layers left out (Draft & Verify, Zhang 2023)."""
+    """Draft with the target, skipping some of its layers (Draft & Verify, Zhang 2023)."""
 
     layers: spec.NUMBERS
     name = "skip"
@@ -110,31 +113,31 @@ class Skip(_OwnLayers):
 
 
 class SharedSession(TargetSession):
-    """A session of some of a target's layers on the target's own cache. Drafted tokens stand after
+    """A session of some of the target's layers on the target's own cache. Drafted tokens follow
     those that the target has read, and the target overwrites them."""
 
     def __init__(self, lm: LM, cache: RowCache, target: Session, profile: Profile):
-        """`cache`: the layers' part of the target's."""
+        """Open a session on `cache`, the part of the target's cache for these layers."""
         rows = len(target.tokens())
         super().__init__(lm, rows, cache=cache, profile=profile)
         self.target = target
         self._seen: list[list[int] | None] = [None] * rows
-        """Tokens that the target had read at the last look."""
+        """Tokens of each row that the target had read at the last `begin`."""
         self._begun: list[tuple[list[int], list[int]]] = [([], [])] * rows
-        """The prefixes, and what is read of them."""
+        """Prefix of each row, and the part of it to read."""
 
     def begin(self, prefixes: Sequence[list[int]]) -> list[bool]:
         ready = []
         for row, prefix in enumerate(prefixes):
             held = self.target.held(row, prefix)
             read = self.target.tokens()[row]
-            if read != self._seen[row]:  # what was drafted is written over
+            if read != self._seen[row]:  # drafted tokens were overwritten
                 self._seen[row] = list(read)
                 self.cut(row, 0)
                 self.tokens()[row].extend(prefix[:held])
             ready.append(held >= len(prefix) - 1)
-            # of a prefix of which little was read no more than a token is, so that rows stand
-            # side by side
+            # read at most one new token of a prefix that the target has not read, so that all
+            # rows of the batch read the same number of tokens
             self._begun[row] = prefix, prefix if ready[-1] else prefix[: held + 1]
         return ready
 
@@ -154,27 +157,27 @@ class SharedSession(TargetSession):
             drafted = (
                 len(parents[row]) if parents else max(len(sequence) - len(prefix), 0)
             )
-            # never before what the target has read, which would be written over
+            # never before the end of what the target has read, which would be overwritten
             placed.append(front + sequence[len(sequence) - drafted :])
         return super().read(placed, num_states, lookahead=lookahead, parents=parents)
 
     def move(self, source: int, to: int) -> None:
-        """Follow the target's session, which has moved the row's cache."""
+        """Forget both rows: the target's session has already moved the cache of the row."""
         for row in (source, to):
             self.cut(row, 0)
             self._seen[row] = None
 
 
 def without_layers(target: LM, left_out: Sequence[int]) -> LM:
-    """Return a draft model that is a target without some of its layers, on the same weights; made
-    once. Raises InputError where the model cannot be taken apart so."""
+    """Return a draft model that is the target without some layers, on the same weights, cached by
+    the target. Raises InputError if the model cannot be split into layers."""
     return target.once(
         ("without", tuple(sorted(left_out))), lambda: take_apart(target, left_out)
     )
 
 
 def take_apart(target: LM, left_out: Sequence[int]) -> LM:
-    """Make the draft model of `without_layers`."""
+    """Build the draft model of `without_layers`."""
     whole = target.model
     tensors: list[torch.Tensor] = [*whole.parameters(), *whole.buffers()]
     own: Any = copy.deepcopy(whole, {id(tensor): tensor for tensor in tensors})

@@ -2,9 +2,9 @@
 
 A stop condition is data: its fields are its spec.
 
-The token at which a condition stops is the last of its window, but for `fallback`: reading it costs
-the target next to nothing. A window may always end early at an EOS, at the limits of the answer and
-of the models' contexts.
+The token at which a condition stops is the last of its window, except with `fallback`: verifying
+that token costs the target next to nothing. Any window may end early at an EOS, at the limits of
+the answer, or at the limits of the models' contexts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lenience.heads.head import HeadReference
 
 BUILT_IN = str(EMBEDDED / "stop")
 ASKED = Parts.EARLY_ENDS | Parts.CHANCES
-"""Needs of a condition that is asked about each token."""
+"""Needs of a condition that is queried for each token."""
 FIRST_ALLOWED = 5
-"""Tokens that the heuristic schedule begins with."""
+"""Number of tokens with which the heuristic schedule begins."""
 OF_SHARE = 0.5
 OF_LEAST = 0.9
 STEP = 0.01
@@ -38,67 +38,68 @@ of the earlier threshold, and step."""
 
 @dataclass(frozen=True)
 class Stop:
-    """A named stop condition; this one never stops."""
+    """A named stop condition; this base class never stops."""
 
     name: ClassVar[str]
     skips_verification: ClassVar[bool] = False
-    """True if the tokens before the one at which it stops are kept without asking the target."""
+    """True if the tokens before the stopping token are kept without verification."""
 
     proposes_doubted: ClassVar[bool] = True
-    """True if the token at which it stops is read."""
+    """True if the stopping token is proposed to the target."""
 
     @property
     def per_token(self) -> bool:
-        """Return whether each drafted token is asked about."""
+        """Return True if the condition is queried for each drafted token."""
         return Parts.CHANCES in self.needs
 
     @property
     def heads(self) -> tuple[HeadReference, ...]:
-        """Return the fitted heads that it asks."""
+        """Return the trained heads that the condition queries."""
         return ()
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        """Return the same condition with its head at another path."""
+        """Return the condition with its head at another path."""
         return self
 
     @property
     def needs_state_after(self) -> bool:
-        """Return whether it is asked with the state after the token was read, which takes one more
+        """Return True if the condition reads the state after each token, which takes one more
         pass."""
         return False
 
     @property
     def needs(self) -> Parts:
-        """Return parts of the drafted windows that it must be given."""
+        """Return the parts of drafted windows that the condition requires."""
         return Parts.EARLY_ENDS
 
     @property
     def keeps_bonus(self) -> bool:
-        """Return whether the target's own token follows a window that is kept whole."""
+        """Return True if a bonus token of the target follows a window that is accepted whole."""
         return True
 
     def max_tokens(self, row: Row, window: int) -> int:
-        """Return how many tokens may be drafted for a row now, at most `window`; asked once a
-        cycle."""
+        """Return the maximum number of tokens to draft for a row now, at most `window`. Called once
+        per cycle."""
         return window
 
     def acceptance_probs(
         self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
-        """Return [B, n]: the probability that each drafted token [B, n] is accepted. `logits` [B,
-        n, V] are those that the tokens were picked from, `hidden` [B, n, H] the draft's states
-        there, for a condition that reads them. A condition that looks back gets the states after
-        the tokens, and must not use others."""
+        """Return [B, n]: the probability that each of the drafted `tokens` [B, n] is accepted.
+        `logits` [B, n, V] are those that the tokens were picked from. `hidden` [B, n, H] are the
+        draft's states there, for a condition that reads states. With `needs_state_after` they are
+        the states after the tokens, and the only input to use."""
         raise NotImplementedError
 
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Return [B, n] bool: where drafting ends, by the probabilities [B, n] of the window so
-        far."""
+        """Return [B, n] bool: True where drafting ends, from the acceptance probabilities [B, n] of
+        the window so far."""
         raise NotImplementedError
 
     def ends(self, logits: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
-        """Return [B, n] bool: the drafted `tokens` [B, n] at which a condition without states ends
-        drafting, each by the `logits` [B, n, V] it was picked from."""
+        """Return [B, n] bool: True for each of the drafted `tokens` [B, n] at which a condition
+        without states ends drafting. `logits` [B, n, V] are those that the tokens were picked
+        from."""
         return self.stop_mask(
             self.acceptance_probs(logits, None, tokens, ctx), ctx.rows
         )
@@ -106,7 +107,7 @@ class Stop:
     def check(
         self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
     ) -> None:
-        """Raise InputError where a head of this condition cannot run on models of these
+        """Raise InputError if a head of this condition cannot run on the models with these
         fingerprints and hidden sizes."""
 
     def __str__(self) -> str:
@@ -124,8 +125,8 @@ class Fixed(Stop):
 @dataclass(frozen=True)
 class Heuristic(Stop):
     """Adapt the window to the last outcome (`transformers`' num_assistant_tokens_schedule
-    "heuristic"). It starts at 5 tokens, grows by two after a window that was accepted whole and
-    shrinks by one after another, between one and `window`, for each row."""
+    "heuristic"). For each row it starts at 5 tokens, grows by two after a window that was accepted
+    whole, and shrinks by one after any other. It stays between 1 and `window`."""
 
     name = "heuristic"
 
@@ -139,7 +140,7 @@ class Heuristic(Stop):
 
 @dataclass(frozen=True)
 class ThresholdStop(Stop):
-    """Stops at the first token with a probability below `least`."""
+    """A stop condition that ends at the first token with a probability below `least`."""
 
     least: float
 
@@ -244,7 +245,7 @@ class Entropy(ThresholdStop):
 
 @dataclass(frozen=True)
 class Scored(HeadReference, Stop):
-    """Queries a head on the draft's states; subclasses interpret its score."""
+    """A stop condition with a head on the draft's states; subclasses interpret the head's score."""
 
     @property
     def needs(self) -> Parts:
@@ -278,8 +279,8 @@ class Scored(HeadReference, Stop):
 @dataclass(frozen=True)
 class Likely(Scored):
     """Stop as soon as a trained head finds a rejection in the window more probable than `threshold`
-    (SpecDec++, Huang 2024, section 3). `lenience fit RUN --stop` trains the head; without a path it
-    is that of the built-in pair."""
+    (SpecDec++, Huang 2024, section 3). `lenience fit RUN --stop` trains the head. Default: the head
+    of the built-in pair."""
 
     path: str = field(default=BUILT_IN, metadata=spec.PLACED)
     name = "head"
@@ -293,13 +294,13 @@ class Likely(Scored):
 @dataclass(frozen=True)
 class Gate(Scored):
     """Stop at the first token that a trained gate is unsure of, and accept earlier ones without
-    verification (SPRINTER, Zhong 2025). Unsure: the probability that the token is acceptable is
-    under `threshold`. The target's pass covers that token alone; an answer without such a token
-    needs no pass. `lenience fit RUN --gate` trains the gate."""
+    verification (SPRINTER, Zhong 2025). The gate is unsure if the probability that the token is
+    acceptable is under `threshold`. The target verifies that token alone; an answer without such a
+    token needs no target pass. `lenience fit RUN --gate` trains the gate."""
 
     bonus: bool = False
-    """True if the target's own token follows a doubted one that is kept, which SPRINTER draws the
-    draft's for."""
+    """True if a bonus token of the target follows when the token that the gate was unsure of is
+    accepted. SPRINTER has no bonus token: the draft continues."""
     name = "gate"
     role = "gate"
     skips_verification = True
@@ -309,8 +310,8 @@ class Gate(Scored):
         return self.bonus
 
     def __str__(self) -> str:
-        """Return the spec. It states whether there is always a bonus token, as answers depend on
-        that."""
+        """Return the spec. It always states whether there is a bonus token, because answers depend
+        on it."""
         shown = super().__str__()
         if self.bonus:
             return shown

@@ -1,17 +1,17 @@
-"""An index of all that followed each part of a text, which grows with it."""
+"""A growing index of the continuations of each part of a text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 END = -1
-"""Stands after each of several texts."""
+"""Separator after each of several texts."""
 
 
 class Suffixes:
-    """A suffix automaton (Blumer 1985) with how often each of its states' texts has occurred: at
-    most two states for each token of the text, and a token is added in amortised constant time but
-    for the counts, which are raised for each of the text's ends that stood there before."""
+    """A suffix automaton (Blumer 1985) that counts how often the text of each state has occurred.
+    It has at most two states per token. Adding a token takes amortised constant time, plus an
+    increment for each state along the suffix links."""
 
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]
@@ -37,8 +37,8 @@ class Suffixes:
             at = self._link[at]
 
     def _split(self, at: int, token: int) -> int:
-        """Return the state of the longest end of `at`'s text, with the token after it, that has a
-        state of its own; made where it is part of a longer one."""
+        """Return the state whose longest text is that of `at` extended by `token`. It is split off
+        if only a longer text has a state."""
         old = self._next[at][token]
         length = self._length[at] + 1
         if self._length[old] == length:
@@ -62,8 +62,9 @@ class Suffixes:
         return len(self._next) - 1
 
     def matches(self, ahead: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
-        """Return the states of those ends of the text, followed by the tokens `ahead`, that stood
-        in it before, and how long these are, the longest first; the empty one is none."""
+        """Return the states of the text's ends, extended by the tokens `ahead`, that occurred
+        earlier in the text, with their lengths. The longest comes first; the empty end is left
+        out."""
         at, length = (
             (self._last, self._length[self._last])
             if ahead
@@ -72,7 +73,8 @@ class Suffixes:
         return self._ends(at, length, ahead)
 
     def matches_of(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Return the same of the ends of other tokens that stand in the text."""
+        """Return the states of the ends of other tokens that occur in the text, as `matches`
+        does."""
         return self._ends(0, 0, tokens)
 
     def _ends(
@@ -89,14 +91,13 @@ class Suffixes:
             at, length = self._shorter(at)
 
     def _shorter(self, at: int) -> tuple[int, int]:
-        """Return the state of the longest end of a state's text that has another, and its
-        length."""
+        """Return the state of the next shorter end of a state's text, and the end's length."""
         link = max(self._link[at], 0)
         return link, self._length[link]
 
     def followers(self, state: int) -> list[tuple[int, float, int]]:
         """Return the continuations of a state's text: each token, its share, and the state after
-        it."""
+        the token."""
         after = {token: at for token, at in self._next[state].items() if token != END}
         total = sum(self._count[child] for child in after.values())
         return [

@@ -1,4 +1,4 @@
-"""What a reader of a comparison needs first: what is recommended, and what it costs."""
+"""The recommendation that a comparison's report begins with, and its cost."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ MOST_LOST = 0.01
 
 
 def recommended(frontier: Frontier) -> str:
-    """Return a sentence about the fastest setting that lost at most one point of the target's
-    correct answers: its speed compared with the target alone and the fastest strict decoding, and
-    what remains uncertain."""
+    """Return a sentence about the fastest setting that lost at most MOST_LOST of the prompts: its
+    speed compared with the target alone and with the fastest strict decoding, and what remains
+    uncertain."""
     rows = named(frontier.rows)
     alone = next(row for row in rows if row.rule == "target")
     drafting = [row for row in rows if row.rule not in BASELINES]

@@ -1,4 +1,4 @@
-"""Heads that are given to others: a card that says what one is, and the Hub."""
+"""Upload of heads to the Hub, with a model card."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def card(
     record: RunRecord | None,
     certificate: Certificate | None,
 ) -> str:
-    """Return a head's card, in Markdown."""
+    """Return a head's model card, in Markdown."""
     models = (
         {}
         if record is None
@@ -77,7 +77,8 @@ def card(
 
 
 def _loaded(models: Mapping[str, str]) -> str:
-    """Return the arguments of load_pair for these models by their names."""
+    """Return the arguments of load_pair for these models, as source text; "" for the built-in
+    pair."""
     names = [models.get(role, role.upper()) for role in ("target", "draft")]
     if names == ["built-in target", "built-in draft"]:
         return ""
@@ -85,7 +86,7 @@ def _loaded(models: Mapping[str, str]) -> str:
 
 
 def _facts(head: Head, record: RunRecord | None) -> Iterator[tuple[str, Any]]:
-    """Yield the facts of a head, one per row."""
+    """Yield the facts about a head, as (name, value)."""
     metrics = head.metrics
     if record is not None:
         for role, model in record.models.items():
@@ -109,7 +110,7 @@ def _facts(head: Head, record: RunRecord | None) -> Iterator[tuple[str, Any]]:
 
 
 def _used(head: Head, name: str) -> str:
-    """Return a rule or a stop condition with a head of the Hub."""
+    """Return the spec of a rule or stop condition that uses a head of the Hub."""
     asked = f"{PREFIX}{name}@{head.threshold:.6g}"
     return {"judge": f"judge:{asked}", "stop": f"exact; stop=head:{asked}"}.get(
         head.role, f"speculative; stop=gate:{asked}"
@@ -117,7 +118,7 @@ def _used(head: Head, name: str) -> str:
 
 
 def _certificate(run: Path, head: Head) -> Certificate | None:
-    """Return the certificate of a run that certifies a setting with this head."""
+    """Return the run's certificate if it certifies a setting with this head; otherwise None."""
     if not (run / FILE).is_file():
         return None
     certificate = read_certificate(run)

@@ -54,19 +54,19 @@ class CompareConfig:
     """Decoders and samples of a comparison."""
 
     rules: tuple[str, ...] = ()
-    """One for each decoder; "all" stands for a grid of every rule, and for each judge that is named
-    without a threshold at several. The target alone and, where there is one, the draft alone are
-    always compared."""
+    """Rules to compare, one decoder each. "all" stands for a grid of every rule, in which a judge
+    named without a threshold has several. The target alone and, if the pair has a draft, the draft
+    alone are always compared."""
     settings: tuple[str, ...] = ()
     """Whole decoders, such as "judge:run/judge@0.99; window=16; stop=confidence:0.4"."""
     windows: tuple[int, ...] = DEFAULT_WINDOWS
-    """Windows to choose from, for decoders that name none."""
+    """Windows to choose from, for decoders that name no window."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The options of decoding that all share, where a setting does not say otherwise."""
+    """Decoding options shared by all decoders; a setting overrides them."""
     limit: int | None = None
     """Number of test samples; None for all."""
     tuning: int = 20
-    """Number of other samples on which the windows are chosen: the last of the training split."""
+    """Number of samples on which windows are chosen: the last of the training split."""
     timed: int = 50
     """Number of test samples that are also decoded one by one, for the timings."""
     repeats: int = 3
@@ -90,12 +90,12 @@ class CompareConfig:
 
     @cached_property
     def shared(self) -> Decoder:
-        """Return the options that all share."""
+        """Return the decoder of the shared options."""
         return Decoder.of(self.options)
 
     @cached_property
     def named(self) -> list[dict[str, Any]]:
-        """Return the options that each decoder names: its rule, and those of its setting. Raises
+        """Return the options that each decoder sets: its rule, and those of its setting. Raises
         InputError for a wrong option."""
         refuse_certified(self.rules)
         named = list(map(given_options, self.settings))
@@ -120,8 +120,8 @@ class CompareConfig:
     def decoders(
         self, shared: Decoder, baselines: Sequence[str] = ()
     ) -> list[Compared]:
-        """Return all decoders, each once, the baselines first; options that they do not name are
-        those of `shared`."""
+        """Return all decoders without duplicates, the baselines first. Options that a decoder does
+        not set come from `shared`."""
         entries = [{"rule": rule} for rule in baselines]
         entries += [entry for entry in self.named if entry not in entries]
         return [
@@ -129,14 +129,14 @@ class CompareConfig:
         ]
 
     def heads(self) -> dict[str, TrainedPart]:
-        """Return the fitted heads that are asked, by their paths. Raises InputError for a wrong
-        entry."""
+        """Return the trained parts of all decoders, by path. Raises InputError for a wrong
+        option."""
         return _by_path(self.decodings())
 
     def check(self) -> None:
-        """Raise InputError for settings that are wrong for any models."""
+        """Raise InputError for settings that are wrong whatever the models."""
         for head in self.heads().values():
-            _ = head.head  # there, and whole
+            _ = head.head  # raises if it is missing or broken
 
     def decodings(self) -> list[Decoder]:
         """Return the decoders before the windows are chosen. Raises InputError for a wrong
@@ -146,7 +146,7 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class Compared:
-    """A decoder in a comparison; its window is chosen if it names none."""
+    """A decoder in a comparison; its window is chosen unless the decoder names it."""
 
     decoder: Decoder
     names_window: bool
@@ -156,7 +156,7 @@ class Compared:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Compared:
-        """Return a record from the result of `to_json`."""
+        """Return the object whose `to_json` is `value`."""
         options = {
             name: option for name, option in value.items() if name != "names_window"
         }
@@ -179,13 +179,13 @@ def compare(
     out: Path | None = None,
     progress: Progress = silent,
 ) -> Frontier:
-    """Decode test samples by every decoder and return the figures.
+    """Decode test samples with every decoder and return the figures.
 
     The target alone is always compared, and the draft alone if the pair has one. A decoder without
-    a window runs at two: its fastest on other samples, and the widest, which shows the gain where
-    only target passes cost. The strict rule also runs at each judge's window. Quality and passes
-    are measured on batched samples. Seconds are measured one by one on some of them, the decoders
-    taking turns so that changes of the machine's speed affect all alike.
+    a window runs at two windows: its fastest on other samples, and the widest, which shows the gain
+    if only target passes cost time. The strict rule also runs at each judge's window. Quality and
+    passes are measured on batched samples. Speed is measured on some samples, one by one, with the
+    decoders taking turns so that changes of the machine's speed affect all alike.
 
     With `out`, finished answers are kept there and a second call resumes. Raises InputError for a
     wrong rule, task or folder.
@@ -196,7 +196,8 @@ def compare(
 
 
 class Comparison:
-    """A comparison of one pair on one task. Raises InputError where it cannot be made."""
+    """A comparison of decoders of one pair on one task. Raises InputError for an impossible
+    setting, an overlong prompt, or a reference that is missing for some samples only."""
 
     def __init__(
         self, pair: Pair, task: Task, config: CompareConfig, progress: Progress = silent
@@ -219,7 +220,7 @@ class Comparison:
             pair.check(compared.decoder)
         lacking = [sample.id for sample in self.samples if sample.reference is None]
         self.agreement = task.scores_by_reference and len(lacking) == len(self.samples)
-        """True if answers are compared with the target's own, as there are no references."""
+        """True if answers are compared with the target's own, because no sample has a reference."""
         if task.scores_by_reference and lacking and not self.agreement:
             raise InputError(
                 f"task {task.name!r}: sample {lacking[0]} has no reference, and "
@@ -228,8 +229,8 @@ class Comparison:
             )
 
     def _fingerprints(self, decoders: Sequence[Decoder]) -> dict[str, str]:
-        """Return the fingerprints of what decoders' texts only name: heads by their paths, and
-        servers by their rules."""
+        """Return the fingerprints of what the decoders' specs only name: heads by path, and servers
+        by rule."""
         heads = _by_path(decoders).items()
         found = {path: head.head.fingerprint for path, head in heads}
         for decoder in decoders:
@@ -240,8 +241,9 @@ class Comparison:
 
     @contextmanager
     def folder(self, out: Path | None) -> Iterator[Path]:
-        """Provide the folder for finished work: `out`, whose decoders are joined if everything else
-        was asked for alike, or a temporary folder."""
+        """Provide the folder for finished work: `out`, or a temporary folder. Decoders of an
+        earlier comparison in `out` join this one. Raises InputError if its other settings
+        differ."""
         if out is None:
             with TemporaryDirectory() as temporary:
                 yield Path(temporary)
@@ -272,8 +274,8 @@ class Comparison:
         )
 
     def _take_in(self, out: Path) -> None:
-        """Join the decoders that a folder's comparison has with those that are asked for now.
-        Raises InputError where anything else differs."""
+        """Join the decoders of an earlier comparison in a folder with those of this one. Raises
+        InputError if anything else differs."""
         path = out / "compare.json"
         windows = out / "windows.json"
         before = read_json(path) if path.exists() else {}
@@ -301,7 +303,8 @@ class Comparison:
         write_json(path, before | {name: self._asked()[name] for name in GROWING})
 
     def carry_out(self, folder: Path, progress: Progress) -> Frontier:
-        """Choose windows, decode and time; the frontier is written into the folder."""
+        """Choose windows, decode and time all settings. Return the figures, which are also written
+        to frontier.json in the folder."""
         write_json(
             folder / "prompts.json",
             {sample.id: sample.prompt for sample in self.samples},
@@ -346,7 +349,7 @@ class Comparison:
         return frontier
 
     def estimate(self, folder: Path | None) -> Estimate:
-        """Return the estimated time of the remaining work, by the number of settings."""
+        """Return the estimated number of remaining answers and their time."""
         drafting = [
             compared for compared in self.decoders if not compared.decoder.alone
         ]
@@ -374,7 +377,7 @@ class Comparison:
         return Estimate(seconds, one_by_one + together)
 
     def _not_chosen_yet(self, path: Path) -> list[Compared]:
-        """Return the decoders whose windows a folder does not hold."""
+        """Return the decoders that a folder's windows.json lacks."""
         if not path.exists():
             return self.decoders
         before = read_json(path).get("decoders")
@@ -382,8 +385,8 @@ class Comparison:
         return [compared for compared in self.decoders if compared not in done]
 
     def _seconds_an_answer(self) -> tuple[float, float]:
-        """Return the seconds of an answer alone and in a batch, by strict decoding with the draft
-        model if there is one, as most settings take about as long."""
+        """Return the seconds per answer, alone and in a batch, of strict decoding with the draft
+        model, if any. Most settings take about as long."""
         rule = "target" if self.pair.draft is None else "exact"
         plainly = {"drafter": "model", "tree": "chain", "stop": "fixed", "window": 8}
         decoder = self.shared.with_options({"rule": rule, **plainly})
@@ -396,8 +399,8 @@ class Comparison:
         return middle - began, (time.perf_counter() - middle) / len(batch)
 
     def _note_uses(self) -> None:
-        """Record the prompts in the ledger, and in the run folders of the heads that are compared.
-        A certificate must not use prompts on which a choice was made."""
+        """Record the prompts as used, in the ledger and in the run folders of the compared heads. A
+        certificate must not use prompts on which a choice was made."""
         used = {"window": self.tuning_samples, "comparison": self.samples}
         lm = self.pair.target
         task = self.task
@@ -408,8 +411,7 @@ class Comparison:
                 ledger.note(lm, samples, use=use, key="compare", task=task)
 
     def _learned_from(self) -> int:
-        """Return how many of the prompts a head that is compared, or the draft, has learned
-        from."""
+        """Return the number of prompts on which a compared head or the draft was trained."""
         fitted = (*self.config.heads().values(), *aligned(self.pair.draft))
         known = {content for head in fitted for content in head.head.prompts or ()}
         encoded = (self.pair.target.encode(sample.prompt) for sample in self.samples)
@@ -420,7 +422,8 @@ class Comparison:
 
     def _settings(self, path: Path, progress: Progress) -> list[ComparedSetting]:
         """Return each decoder at its fastest and at the widest window, or at the window that it
-        names; the strict rule also at the judges' windows. Choices are made once."""
+        names, and the strict rule at the judges' windows too. Choices are made once and kept in
+        `path`."""
         settings: dict[Decoder, ComparedSetting] = {}
         done: list[Compared] = []
         if path.exists():
@@ -455,7 +458,7 @@ class Comparison:
     def _add_chosen(
         self, settings: dict[Decoder, ComparedSetting], fastest: Mapping[Decoder, int]
     ) -> None:
-        """Add the settings of decoders whose window was chosen."""
+        """Add the settings of decoders whose windows were chosen."""
         widest = max(self.config.windows)
         for decoder, window in fastest.items():
             at = replace(decoder, window=window)
@@ -481,8 +484,8 @@ class Comparison:
     def _fastest(
         self, decoders: Sequence[Decoder], progress: Progress
     ) -> dict[Decoder, int]:
-        """Return the window that gives each decoder the most tokens per second on other samples,
-        all taking turns; the first sample is a warm-up too."""
+        """Return the window that gives each decoder the most tokens per second on the tuning
+        samples, with all taking turns. The first sample also serves as a warm-up."""
         windows = self.config.windows
         samples = self.tuning_samples
         tried = [
@@ -516,7 +519,7 @@ class Comparison:
     def _answers(
         self, settings: Sequence[ComparedSetting], answers: Answers, progress: Progress
     ) -> list[list[Answer]]:
-        """Return each setting's answers to the samples, in their order."""
+        """Return each setting's answers to the samples, [settings][samples]."""
         n = len(self.samples)
         rows = list[list[Answer]]()
         traced = [sample.id for sample in self.samples[:EXAMPLES]]
@@ -536,7 +539,7 @@ class Comparison:
         rows: Sequence[Sequence[Answer]],
         progress: Progress,
     ) -> list[Quality]:
-        """Return how good the answers are; a grader is asked now."""
+        """Return the quality of each setting's answers. A grader is queried here."""
         target = [setting.decoder.alone for setting in settings].index("target")
         beside = self.task.beside_target or self.agreement
         if self.task.beside_target:
@@ -555,9 +558,9 @@ class Comparison:
     def _timings(
         self, settings: Sequence[ComparedSetting], path: Path, progress: Progress
     ) -> list[list[float]]:
-        """Return the seconds of every setting for each timed sample, the settings taking turns.
-        Timings of another machine or of other repeats are measured again, and so are all if one is
-        missing: timings taken at different times cannot be compared."""
+        """Return the seconds [timed samples][settings], measured with the settings taking turns. A
+        sample is timed again with all settings if a timing is missing or comes from another machine
+        or number of repeats: timings taken at different times cannot be compared."""
         samples = self.samples[: self.config.timed]
         repeats = self.config.repeats
         here = {"machine": machine(self.pair), "repeats": repeats}
@@ -581,7 +584,7 @@ class Comparison:
     def _timed(
         self, sample: Sample, settings: Sequence[ComparedSetting], repeats: int
     ) -> dict[str, float]:
-        """Return each setting's seconds on a sample, the median of repeats in which all take
+        """Return each setting's seconds on a sample: the median over repeats, in which all take
         turns."""
         turns = [
             [self._generate(sample, setting.decoder).seconds for setting in settings]
@@ -595,8 +598,8 @@ class Comparison:
 
 
 def _by_path(decodings: Iterable[Decoder]) -> dict[str, TrainedPart]:
-    """Return the fitted heads of decodings, by their paths; one that comes with the built-in pair
-    by its name, wherever that is installed."""
+    """Return the trained parts of decoders by path. A part of the built-in pair is keyed by its
+    name, wherever the package is installed."""
     heads = [head for decoder in decodings for head in decoder.heads]
     return {
         f"built-in {Path(h.path).name}" if built_in(h.path) else h.path: h
@@ -605,13 +608,13 @@ def _by_path(decodings: Iterable[Decoder]) -> dict[str, TrainedPart]:
 
 
 def _by_setting(seconds: Any, settings: Sequence[str]) -> Mapping[str, float]:
-    """Return the seconds of each setting in a line of timings.jsonl; older lines list those of the
+    """Return the seconds by setting in a line of timings.jsonl. Older lines hold a list for the
     first settings."""
     return seconds if isinstance(seconds, dict) else dict(zip(settings, seconds))
 
 
 def discard(out: Path) -> None:
-    """Forget a comparison, so that its folder takes another one."""
+    """Delete a comparison's files, so that its folder can hold another comparison."""
     for name in (
         "compare.json",
         "compare.jsonl",

@@ -1,4 +1,4 @@
-"""People as graders: a page of blinded pairs of answers from a comparison, and what they said."""
+"""People as graders: a page of blinded pairs of answers from a comparison, and their grades."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ GRADES = {"left": 1.0, "tie": 0.5, "right": 0.0}
 
 
 class AnswerPair(Record):
-    """Two answers to a prompt, as the key knows them."""
+    """Two answers to a prompt, as recorded in the key."""
 
     id: str
     settings: list[str]
-    """All whose answer is the one beside the target's."""
+    """Settings whose answer is shown next to the target's."""
     target_left: bool
 
 
@@ -47,19 +47,19 @@ class Key(Record):
 
 @dataclass(frozen=True)
 class Page:
-    """Result of writing a page."""
+    """A written page, with its counts."""
 
     path: Path
     pairs: int
     alike: int
-    """Prompts left out, as both answers are the same."""
+    """Number of answers left out because they equal the target's."""
 
 
 def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page:
-    """Write the page of a comparison's folder: for each of `rules`, by default all that may differ
-    from the target, up to `limit` prompts with the target's answer and its own, in an order drawn
-    for each pair. Raises InputError for a folder without a comparison, or a rule that it has not.
-    """
+    """Write a page of blinded pairs of answers into a comparison's folder. Each of `rules`, by
+    default all that may differ from the target, contributes up to `limit` prompts. A pair shows the
+    target's and the rule's answer in random order. Raises InputError for a folder without a
+    finished comparison, for an unknown rule, and if a page exists or nothing differs."""
     answers = _answers(folder)
     prompts = _prompts(folder)
     own = next((given for given in answers.values() if _rule(given) == "target"), None)
@@ -116,8 +116,7 @@ def _pairs(
 def _compared(
     ids: Iterable[str], own: dict[str, Answer], others: dict[str, Answer]
 ) -> tuple[list[str], list[str]]:
-    """Return the prompts to which both answers are the same text, and those to which they are
-    not."""
+    """Return the ids of prompts with two equal answers, and of prompts whose answers differ."""
     both = [id for id in ids if id in own and id in others]
     same = [id for id in both if own[id].text.strip() == others[id].text.strip()]
     return same, [id for id in both if id not in set(same)]
@@ -135,8 +134,9 @@ def _blinded(
 
 
 def take_grades(folder: Path, filled: Path) -> dict[str, HumanGrades]:
-    """Take the file that the page gave: the grades of each setting, kept in the comparison's
-    frontier and its report. Raises InputError for the file of another page."""
+    """Read the file that the page saved, and return the grades of each setting. They are added to
+    the comparison's frontier.json and report.html. Raises InputError for the file of another
+    page."""
     if not (folder / KEY).exists():
         raise InputError(
             f"{folder}: has no page of pairs; lenience grade {folder} writes one"
@@ -165,7 +165,8 @@ def take_grades(folder: Path, filled: Path) -> dict[str, HumanGrades]:
 
 
 def _said(folder: Path, key: Key, filled: Path) -> dict[int, str]:
-    """Return the grades in a saved file. Raises InputError for another file."""
+    """Return the grades in a saved file, by the pair's index. Raises InputError for another
+    file."""
     try:
         text = filled.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -190,7 +191,7 @@ def _said(folder: Path, key: Key, filled: Path) -> dict[int, str]:
 
 
 def with_grades(folder: Path, frontier: Frontier) -> Frontier:
-    """Return a comparison's figures with people's grades."""
+    """Return a comparison's figures with people's grades, if there are any."""
     if not (folder / GRADED).exists():
         return frontier
     known = read_json(folder / GRADED)
@@ -233,7 +234,8 @@ def _wilson(share: float, n: int) -> tuple[float, float]:
 
 
 def _answers(folder: Path) -> dict[str, dict[str, Answer]]:
-    """Return the answers of each setting, by their samples."""
+    """Return the answers of each setting, by sample id. Raises InputError for a folder without a
+    comparison."""
     path = folder / "compare.jsonl"
     if not path.exists() or not (folder / "frontier.json").exists():
         raise InputError(
@@ -262,7 +264,7 @@ def _rule(answers: dict[str, Answer]) -> str:
 def _chosen(
     folder: Path, answers: dict[str, dict[str, Answer]], rules: Sequence[str]
 ) -> list[str]:
-    """Return the settings whose answers are graded."""
+    """Return the settings whose answers are graded. Raises InputError for an unknown rule."""
     by_rule = {setting: _rule(given) for setting, given in answers.items()}
     unknown = [rule for rule in rules if rule not in by_rule.values()]
     if unknown:

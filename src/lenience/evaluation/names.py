@@ -1,4 +1,4 @@
-"""What rows are called where there is little room."""
+"""Short names of rules and settings, for tables and figures."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class NamedRow(FrontierRow):
 
     name: str
     family: str
-    """The group that it is drawn with."""
+    """Group of rows that share a colour and a line."""
 
 
 def named(rows: Sequence[FrontierRow]) -> list[NamedRow]:
-    """Name rows. A judge, a stop condition and a drafter are shown with the part of their paths
-    that distinguishes them."""
+    """Name rows. Judges, stop conditions and drafters are shown with the part of their paths that
+    distinguishes them."""
     heads = [head for row in rows for term in terms(row.rule) for head in term.heads]
     paths = {Path(head.path) for head in heads if not built_in(head.path)}
 
@@ -56,14 +56,14 @@ def _name(row: FrontierRow, labels: Mapping[str, str]) -> str:
 
 
 def _options(options: Mapping[str, Any], path: Callable[[str], str]) -> dict[str, Any]:
-    """Return options whose stop condition and drafter have their heads at other paths."""
+    """Return options with the heads of the stop condition and the drafter at other paths."""
     named = {name: options[name] for name in ("stop", "drafter") if name in options}
     relocated = Decoder.of({"rule": "exact", **named}).relocated(path).to_json()
     return {**options, **{name: relocated[name] for name in named}}
 
 
 def _shortest_end(path: Path, paths: set[Path]) -> str:
-    """Return the shortest end of a path that distinguishes it from the others."""
+    """Return the shortest end of a path that no other path shares."""
     for n in range(1, len(path.parts) + 1):
         end = path.parts[-n:]
         if sum(other.parts[-n:] == end for other in paths) == 1:
@@ -72,8 +72,8 @@ def _shortest_end(path: Path, paths: set[Path]) -> str:
 
 
 def family(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
-    """Return the group that a rule is drawn with: the name of its last term with the names of its
-    given settings, and for a judge its label or the folder of its head."""
+    """Return the group that a rule is drawn with: the name of its last term with the names of the
+    given arguments, or for a judge its label or the folder of its head."""
     found = terms(rule)
     if not found:
         return rule
@@ -84,7 +84,7 @@ def family(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
 
 
 def short(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
-    """Return a rule with its judge's path shortened to the label, or to its folder."""
+    """Return a rule's spec with its judge's path shortened to the label or the folder's name."""
     read = Decoder.of(rule=rule).rule
     parts = read.parts if isinstance(read, AnyOf) else ()
     if not parts:
@@ -109,7 +109,8 @@ def _label(term: Term, labels: Mapping[str, str]) -> str:
 
 
 def alike(row: FrontierRow, tried: TriedSetting) -> bool:
-    """Return whether one that is compared and one that is certified are the same."""
+    """Return True if a compared and a certified setting have the same rule, window, stop condition
+    and drafter."""
     same = (row.rule, row.window) == (tried.rule, tried.window)
     return same and all(
         row.options.get(name) == tried.options.get(name) for name in ("stop", "drafter")
@@ -117,25 +118,25 @@ def alike(row: FrontierRow, tried: TriedSetting) -> bool:
 
 
 def setting_name(row: TriedSetting) -> str:
-    """Return a setting that was certified or tried, without its window."""
+    """Return the name of a certified or tested setting, without its window."""
     options = _options(row.options, lambda path: Path(path).name).items()
     return ", ".join([short(row.rule), *(f"{name} {value}" for name, value in options)])
 
 
 def why(row: FrontierRow) -> str:
-    """Return why a row's window is in the table, where it is not the rule's fastest."""
+    """Return the reason why a row has its window; "" if the window is given or the fastest."""
     if row.why.startswith("window of"):
         return "judge's window"
     return "widest window" if row.why == "widest" else ""
 
 
 SATURATED = 1e-4
-"""Distance from 0 or 1 at which a probability has more digits than people read."""
+"""Distance from 0 or 1 below which a threshold is shown as a logit."""
 
 
 def bound_text(threshold: float) -> str:
-    """Return a threshold as it stands after `@`: 0.93, or logit=11.4 where the probability is close
-    to 0 or 1."""
+    """Return a threshold as it is written after `@`: 0.93, or logit=11.4 if the probability is
+    close to 0 or 1."""
     if threshold in (0.0, 1.0) or SATURATED <= threshold <= 1 - SATURATED:
         return probability(threshold)
     return f"logit={math.log(threshold / (1 - threshold)):.3g}"

@@ -1,4 +1,4 @@
-"""The report of a comparison and the page of a certificate, each one self-contained HTML page."""
+"""The report of a comparison and the page of a certificate, each a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ShownAnswer:
     sample: Example
     result: Answer
     lenient: int
-    """Number of its tokens accepted leniently."""
+    """Number of tokens accepted leniently."""
 
     @property
     def prompt(self) -> str:
@@ -59,7 +59,7 @@ class ShownAnswer:
 
 
 def write_certificate(path: Path, certificate: Certificate) -> None:
-    """Write a certificate's page."""
+    """Write a certificate's HTML page."""
     page = template("certificate.html").render(
         made=certificate, rungs=_rungs(certificate)
     )
@@ -72,7 +72,7 @@ def _rungs(certificate: Certificate) -> str:
 
 
 def template(name: str) -> Template:
-    """Return a page of the package's."""
+    """Return a page template of the package by its file name."""
     loader = PackageLoader("lenience", "templates")
     pages = name.endswith(".html")
     environment = Environment(loader=loader, autoescape=pages, trim_blocks=True)
@@ -124,7 +124,7 @@ def details(frontier: Frontier) -> dict[str, Any]:
 
 
 def as_text(prompt: Any) -> str:
-    """Return a prompt as text, messages with their roles."""
+    """Return a prompt as text; chat messages are shown with their roles."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(

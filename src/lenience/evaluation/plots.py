@@ -39,13 +39,13 @@ AXES = (
 TICKS = (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 LABEL_HEIGHT = 9
 CHARACTER_WIDTH = 4
-"""About what a label covers, in points."""
+"""Approximate width of a label's character, in points; LABEL_HEIGHT is its height."""
 LABEL_STEPS = 14
 """Number of label heights that a label may be moved from its mark."""
 NEAR = 3
 """Distance in points that another mark must have from a label."""
 _Place = tuple[float, float, float]
-"""Start and width of a label, in points."""
+"""Left edge, bottom edge and width of a label, in points."""
 Numbered = list[tuple[int, NamedRow]]
 """Rows with their numbers in the table."""
 
@@ -57,11 +57,11 @@ class _Label:
     text: str
     color: str
     first: bool
-    """True if it is drawn first, as there may be no room for all."""
+    """True if the label is placed first, as there may be no room for all."""
 
 
 def no_figures() -> str:
-    """Return why pages have no figures, and the fix; empty if they have."""
+    """Return the reason why pages have no figures, with the fix; "" if they have figures."""
     return (
         ""
         if find_spec("matplotlib")
@@ -102,14 +102,14 @@ def plot(
     for axis in axes[1:] if narrow else ():
         axis.set_ylabel(axes[0].get_ylabel())
     _add_legend(figure, axes, columns=3 if narrow else 9)
-    figure.draw_without_rendering()  # so that data can be told in pixels
+    figure.draw_without_rendering()  # so that data coordinates map to pixels
     for axis, of_axis in zip(axes, labels):
         _draw_labels(axis, of_axis)
     return figure
 
 
 def _parts(figure: Any, count: int, narrow: bool) -> list[Any]:
-    """Return axes side by side or, where it is narrow, one above the other."""
+    """Return axes side by side or, if `narrow`, one above the other."""
     figure.set_size_inches(*((4.2, 4.2 * count) if narrow else (4.5 * count, 5)))
     parts = (count, 1) if narrow else (1, count)
     return list(figure.subplots(*parts, sharey=True, squeeze=False).flatten())
@@ -132,8 +132,8 @@ def _add_legend(figure: Any, axes: Sequence[Any], columns: int) -> None:
 
 
 def _axes_of(frontier: Frontier) -> list[tuple[str, str]]:
-    """Return the figures that a comparison has; without right answers there are no seconds for
-    one."""
+    """Return the axes for which a comparison has figures. Without right answers there are no
+    seconds per right answer."""
     rows = frontier.rows
     return [
         axis for axis in AXES if any(getattr(row, axis[0]) is not None for row in rows)
@@ -161,7 +161,7 @@ def _scale_accuracy(axis: Any, rows: Sequence[NamedRow], measure: str) -> None:
 
 
 def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
-    """Label marks, each as near as there is room for it."""
+    """Label the marks, each as near to its mark as there is room."""
     points = 72 / axis.figure.dpi
     left, bottom, right, top = axis.get_window_extent().extents * points
     marks = [axis.transData.transform((label.x, label.y)) * points for label in labels]
@@ -192,11 +192,11 @@ def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
                 "linewidth": 0.5,
             },
         )
-        shown.set_in_layout(False)  # a long one would squeeze the axes
+        shown.set_in_layout(False)  # a long label would squeeze the axes
 
 
 def _shifts(width: float) -> list[tuple[float, float]]:
-    """Return where a label may stand from its mark, in points, the nearest first."""
+    """Return the possible offsets of a label from its mark, in points, the nearest first."""
     steps = [
         sign * step
         for step in range(LABEL_STEPS)
@@ -206,7 +206,7 @@ def _shifts(width: float) -> list[tuple[float, float]]:
 
 
 def _covered(place: _Place, taken: Sequence[_Place], marks: Sequence[Any]) -> int:
-    """Return how many labels, and how many marks, one at a place would cover."""
+    """Return the number of labels and marks that a label at `place` would cover."""
     left, bottom, width = place
     labels = sum(
         left < x + its_width and x < left + width and abs(bottom - y) < LABEL_HEIGHT
@@ -247,7 +247,7 @@ def _draw_allocation(
     values = [(getattr(point, key), point.accuracy) for point in points]
     shown = [(x, _inside(accuracy, n)) for x, accuracy in values if x is not None]
     if key == "tokens_per_pass":
-        shown = shown[:-2]  # it runs off to infinity, where the target reads nothing
+        shown = shown[:-2]  # goes to infinity as the target's share goes to 0
     if shown:
         x, y = zip(*shown)
         style = {"color": "#9ca3af", "linewidth": 1, "linestyle": "--"}
@@ -262,7 +262,7 @@ def _inside(share: float, n: int) -> float:
 def _draw_marks(
     axis: Any, number: int, rows: Numbered, colors: dict[str, str]
 ) -> list[_Label]:
-    """Draw one axis, a line for each family; gives the labels of its marks."""
+    """Draw the marks of one axis, with a line for each family, and return their labels."""
     key = AXES[number][0]
     groups: dict[tuple[str, bool], Numbered] = {}
     for i, row in rows:
@@ -290,15 +290,15 @@ def _draw_marks(
             )
             mark.set_gid(f"mark-{i}-{number}")
             text = _text(row, without=family if len(group) > 1 else "")
-            # the judges and what stands alone are labelled first
+            # names without arguments, such as judges and baselines, are labelled first
             first = ":" not in row.name and "," not in row.name
             labels.append(_Label(x, y, text, color, first))
     return labels
 
 
 def _text(row: NamedRow, without: str) -> str:
-    """Return a mark's label, without the family that the legend has, and with no more of a stop
-    condition than its kind: there is little room."""
+    """Return a mark's label. To save room it omits the family, which the legend names, and the
+    arguments of a stop condition."""
     name = re.sub(r"(stop=\w+):[^,]*", r"\1", row.name)
     text = f"{name}, w {row.window}" if row.window else name
     return text.removeprefix(without).lstrip(":, ") or text
@@ -345,7 +345,7 @@ def rungs(certificate: Certificate) -> Any:
     axes.margins(x=0.12)
     axes.grid(alpha=0.25, linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.draw_without_rendering()  # so that data can be told in pixels
+    figure.draw_without_rendering()  # so that data coordinates map to pixels
     _draw_labels(axes, labels)
     return figure
 

@@ -1,4 +1,4 @@
-"""How good answers are: right or wrong, by degree, or beside the target's own."""
+"""Quality of answers: right or wrong, by degree, or compared with the target's own."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 AT_ONCE = 32
-"""Answers that are put beside the target's own together, so that progress shows."""
+"""Number of answers compared with the target's own per call, so that progress shows."""
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one setting's answers to n prompts, each [n] in [0, 1]."""
+    """The quality of one setting's answers to n prompts; each array is [n], in [0, 1]."""
 
     values: NDArray
     lost: NDArray
-    """Shortfall of an answer against the target's own, as a share of that: 1 if the target is right
-    and the answer wrong, or if a grader prefers the target's."""
+    """Shortfall of each answer against the target's own: 1 if the target is right and the answer
+    wrong, or if a grader prefers the target's."""
     gained: NDArray
     verdicts: dict[str, int]
     """Counts of the task's verdicts, such as reasons why programs failed."""
     counts: bool
-    """True if every answer is right or wrong."""
+    """True if every answer is either right or wrong."""
 
 
 def qualities(
@@ -51,7 +51,7 @@ def qualities(
 
 
 def values(task: Task | None, answers: Sequence[Answer]) -> NDArray:
-    """Return how good answers are by themselves, each in [0, 1]."""
+    """Return the quality [n] of answers by themselves, each in [0, 1]."""
     if task is not None and task.by_degree:
         return np.array([1 - (answer.loss or 0.0) for answer in answers])
     return np.array([float(answer.correct) for answer in answers])

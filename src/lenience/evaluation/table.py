@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 SHARES = tuple(i / 20 for i in range(21))
 """Shares of the prompts that random allocation gives to the draft."""
 BOOTSTRAPS = 1000
-"""Number of times prompts that are drawn anew for an interval."""
+"""Number of bootstrap draws of prompts for an interval."""
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class ComparedSetting:
-    """One decoder of a comparison, and why it is there: "fastest", "widest" or "window of RULE";
-    "given" where there was nothing to choose."""
+    """A decoder in a comparison, and the reason for its window: "fastest", "widest" or "window of
+    RULE"; "given" if there was nothing to choose."""
 
     decoder: Decoder
     why: str = "given"
@@ -49,7 +49,7 @@ class HumanGrades(Record):
     ties: int
     losses: int
     win_rate: float
-    """A tie counts as half."""
+    """Share of wins; a tie counts as half."""
     win_rate_interval: Interval
 
 
@@ -65,31 +65,31 @@ class FrontierRow(Record):
     n: int
     timed_n: int
     accuracy: float
-    """The share of right answers; of a task with another measure, its mean quality."""
+    """Share of right answers; for a task with another measure, the mean quality."""
     accuracy_interval: Interval
     paired_loss: float
-    """The share of prompts that the target alone gets right and this decoder wrong; by degree, the
-    mean of how much worse its answers are than the target's own."""
+    """Share of prompts that the target alone gets right and this decoder wrong; by degree, the mean
+    shortfall of its answers against the target's own."""
     paired_loss_interval: Interval
     paired_gain: float
     paired_gain_interval: Interval
     tokens_per_pass: float | None
-    """Tokens per pass; None if the target read nothing."""
+    """Tokens per target pass; None without target passes."""
     tokens_per_pass_interval: Interval | None
     accepted_per_pass: float | None = None
-    """Drafted tokens that are kept, without corrections and bonus tokens: AutoJudge's accepted
-    tokens per cycle, FSD's average accepted length."""
+    """Accepted drafted tokens per target pass, without corrections and bonus tokens: AutoJudge's
+    accepted tokens per cycle, FSD's average accepted length."""
     accepted_per_pass_interval: Interval | None = None
     draft_share: float | None = None
     """Share of the answers' tokens that were drafted (FSD)."""
     draft_share_interval: Interval | None = None
     flops_per_token: float | None = None
-    """Floating-point operations for a token of an answer, attention and all that is rejected
-    included; None where they are not known."""
+    """Floating-point operations per token of the answers, including attention and rejected tokens;
+    None if unknown."""
     flops_per_token_interval: Interval | None = None
     flops_per_token_as_sprinter: float | None = None
-    """FLOPs per token by SPRINTER's count: embeddings as products, and no target pass after a
-    gate."""
+    """FLOPs per token by SPRINTER's count: embeddings count as matrix products, and tokens that a
+    gate let through cost the target nothing."""
     flops_per_token_as_sprinter_interval: Interval | None = None
     accepted_exact_per_pass: float | None
     accepted_exact_per_pass_interval: Interval | None
@@ -98,16 +98,16 @@ class FrontierRow(Record):
     seconds_per_correct: float | None
     seconds_per_correct_interval: Interval | None
     verdicts: dict[str, int] | None = None
-    """Counts of the task's verdicts on its answers, such as reasons why programs failed."""
+    """Counts of the task's verdicts on the answers, such as reasons why programs failed."""
     human: HumanGrades | None = None
     share_of_cap: float | None
-    """The tokens per second as a share of the draft's alone, which nothing exceeds; None without
-    a draft."""
+    """Tokens per second as a share of the draft's alone, which nothing exceeds; None without a
+    draft."""
 
 
 class AllocationPoint(Record):
     """Expected figures of random allocation: the draft answers each prompt with probability
-    `share`, and otherwise the target alone."""
+    `share`, and the target alone answers the others."""
 
     share: float
     accuracy: float
@@ -118,7 +118,7 @@ class AllocationPoint(Record):
 
 
 class Example(Record):
-    """A prompt whose answers are kept token by token, one for each row."""
+    """A prompt whose answers, one per row, are kept token by token."""
 
     id: str
     prompt: Any
@@ -127,8 +127,8 @@ class Example(Record):
 
 
 class Frontier(Record, extra="allow"):
-    """frontier.json: a comparison. Besides these fields it has the options of decoding that all
-    settings share, by name."""
+    """frontier.json: a comparison. Its further fields are the decoding options that all settings
+    share, by name."""
 
     versions: dict[str, str]
     pair: str
@@ -143,7 +143,7 @@ class Frontier(Record, extra="allow"):
     grading: dict[str, int] | None = None
     """Counts of a grader's judgements, see `lenience.tasks.grader.GradingCounts`."""
     learned_from: int = 0
-    """Number of prompts that a compared head was trained on; it does better on these than on
+    """Number of prompts on which a compared head or the draft was trained, and does better than on
     others."""
     split: str
     machine: str
@@ -159,9 +159,9 @@ def table(
     shared: Decoder,
     quality: Sequence[Quality] | None = None,
 ) -> list[FrontierRow]:
-    """Return one row per setting. `answers` holds each setting's answers to n samples, `timings`
-    the seconds of the first samples by setting. `shared` are the options common to all settings.
-    `quality` is the quality of answers that are not just right or wrong."""
+    """Return one row per setting. `answers` [settings][n] are the answers to n samples, `timings`
+    [timed_n][settings] the seconds of the first samples. `shared` has the options common to all
+    settings. `quality` is needed if answers are not just right or wrong."""
     seconds = np.array(timings, dtype=float)  # [timed_n, settings]
     rules = [setting.decoder.alone for setting in settings]
     of_settings = quality or qualities(None, answers, rules.index("target"))
@@ -194,14 +194,14 @@ def _column(answers: Sequence[Answer], key: str) -> NDArray:
 def _figures(
     answers: Sequence[Answer], seconds: NDArray, quality: Quality
 ) -> dict[str, Any]:
-    """Return the figures of one setting, by the names of a row's fields."""
+    """Return the figures of one setting, by field name of FrontierRow."""
     n = len(answers)
     timed = len(seconds)
     tokens = _column(answers, "tokens")
     passes = _column(answers, "target_passes")
     draws = np.random.default_rng(0).integers(0, n, (BOOTSTRAPS, n))
     timed_draws = np.random.default_rng(0).integers(0, timed, (BOOTSTRAPS, timed))
-    # else none is just right
+    # an answer by degree never counts as right
     right_when_timed = quality.values[:timed] * quality.counts
     figures: dict[str, Any] = {"n": n, "timed_n": timed, "verdicts": quality.verdicts}
     figures |= _mean("accuracy", quality.values, draws)
@@ -210,7 +210,7 @@ def _figures(
     figures |= _ratio("tokens_per_pass", tokens, passes, draws)
     exact = _column(answers, "accepted_exact")
     kept = exact + _column(answers, "accepted_lenient")
-    # what the target never read is the draft's own
+    # without target passes all tokens are the draft's
     drafted = np.where(passes > 0, kept, tokens)
     figures |= _ratio("accepted_per_pass", drafted, passes, draws)
     figures |= _ratio("draft_share", drafted, tokens, draws)
@@ -222,7 +222,7 @@ def _figures(
 
 
 def _flops_per_token(answers: Sequence[Answer], draws: NDArray) -> dict[str, Any]:
-    """Return the operations per token by both counts; None if they are not known of all answers."""
+    """Return the operations per token by both counts; None if unknown for an answer."""
     figures = dict[str, Any]()
     tokens = _column(answers, "tokens")
     for count in ("flops", "flops_as_sprinter"):
@@ -243,7 +243,7 @@ def allocation(
     quality: Sequence[Quality] | None = None,
 ) -> list[AllocationPoint]:
     """Return the line of random allocation between target and draft, which any rule must beat
-    (Holsman 2025); no points where there is no draft."""
+    (Holsman 2025); no points without a draft."""
     rules = [setting.decoder.alone for setting in settings]
     if "draft" not in rules:
         return []
@@ -278,15 +278,16 @@ def allocation(
 
 
 def _alone(quality: Sequence[Quality]) -> tuple[NDArray, NDArray, float]:
-    """Return, for the target's and the draft's answers, their quality [n, 2], which are right (if
-    known), and the draft's loss."""
+    """Return the quality [n, 2] of the target's and the draft's answers, a 1 for each right answer
+    [n, 2] (all 0 if unknown), and the draft's mean loss."""
     good = np.array([each.values for each in quality]).T
     right = good if all(each.counts for each in quality) else np.zeros_like(good)
     return good, right, float(quality[1].lost.mean())
 
 
 def _mean(name: str, values: NDArray, draws: NDArray) -> dict[str, Any]:
-    """Return a share where all values are 0 or 1, else a mean."""
+    """Return a share with its exact interval if all values are 0 or 1; otherwise a mean with its
+    bootstrap interval."""
     if np.isin(values, (0.0, 1.0)).all():
         hits = int(values.sum())
         n = len(values)
@@ -300,7 +301,7 @@ def _mean(name: str, values: NDArray, draws: NDArray) -> dict[str, Any]:
 
 
 def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[str, Any]:
-    """Return Σ above / Σ below; None where nothing is below."""
+    """Return Σ above / Σ below with its bootstrap interval; None if Σ below is 0."""
     if not below.sum():
         return {name: None, f"{name}_interval": None}
     sums = below[draws].sum(1)
@@ -314,7 +315,7 @@ def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[st
 
 def machine(pair: Pair) -> str:
     """Return a description of the machine and the engine."""
-    # others read the checkpoints, on a device of their own
+    # other engines load the checkpoints themselves, on their own device
     own = pair.engine_name == OWN
     if pair.target.device.type == "cuda" or (not own and torch.cuda.is_available()):
         name = torch.cuda.get_device_name(None if not own else pair.target.device)

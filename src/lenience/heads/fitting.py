@@ -1,4 +1,4 @@
-"""Fitting heads to labelled states."""
+"""Training of heads on labelled states."""
 
 from __future__ import annotations
 
@@ -27,51 +27,53 @@ if TYPE_CHECKING:
 
 HeadKind = Literal["logistic", "mlp", "adam", "adamw"]
 MINE_MORE = "mine more samples (lenience mine --limit)"
-"""The mend where there is too little to fit to; who fits to other data names another."""
+"""Fix named in errors about too little training data; callers with other data name another fix."""
 L2_GRID = tuple(10.0**k for k in range(-4, 3))
-"""Values of C, the inverse strength of the L2 penalty, weakest last."""
+"""Values of C, the inverse strength of the L2 penalty, from the strongest penalty to the
+weakest."""
 LEAST_SAMPLES = 10
-"""Least number of samples with an important mismatch, so that each fold has some."""
+"""Minimum number of samples with an important mismatch, so that each fold has some."""
 UNITS = 128
 BATCH = 512
 EPOCHS = 15
 LEAST_STEPS = 400
-"""Least number of the MLP's training steps. On the built-in pair, 128 to 384 units, batches of 256
-to 1,024 and weight decays of 0.05 to 0.3 gave the same results."""
+"""Minimum number of training steps of the MLP. On the built-in pair, 128 to 384 units, batches of
+256 to 1,024 and weight decays of 0.05 to 0.3 gave the same results."""
 DROPPED = 26
-"""Number of the MLP's inputs dropped in a step, of 256."""
+"""Share of the MLP's inputs dropped in each step, in 256ths."""
 RATES = (1e-4, 1e-3, 1e-2)
 DECAYS = (0.01, 0.1)
-"""Learning rates and weight decays that "adamw" is tuned over, as Judge Decoding's is."""
+"""Learning rates and weight decays tried by "adamw", as Judge Decoding tunes both."""
 PATIENCE = 5
 MOST_EPOCHS = 200
-"""Limits of heads trained by gradient steps: epochs without a falling loss, and epochs in all."""
+"""Limits of training by gradient steps: epochs without a falling loss, and epochs in total."""
 
 
 @dataclass(frozen=True)
 class FitConfig:
-    """How a head is fitted."""
+    """Settings of a head's training."""
 
     kind: HeadKind = "logistic"
-    """"logistic" regression (AutoJudge, section 3.2), its L2 penalty chosen on a tenth of the
-    samples; "mlp", with a hidden layer; and the same linear head fitted by gradient steps until a
-    tenth of the samples says to stop: "adamw" with the two classes weighted alike and its rate and
-    decay chosen like the penalty (Judge Decoding), "adam" without (SPRINTER)."""
+    """"logistic": logistic regression (AutoJudge, section 3.2), with the L2 penalty chosen on a
+    tenth of the samples. "mlp": one hidden layer. "adam" and "adamw": a linear head trained by
+    gradient steps, stopped early on a tenth of the samples. "adamw" weights both classes alike and
+    tunes the learning rate and the weight decay (Judge Decoding); "adam" does neither
+    (SPRINTER)."""
     role: Role = "judge"
-    """A stop and a gate learn which tokens the target rejects, or which are not acceptable, as a
-    judge learns which mismatches are important."""
+    """Role of the head. A judge learns which mismatches are important, a stop which tokens the
+    target rejects, and a gate which tokens are not acceptable."""
     recall: float | None = 0.9
     """Recall of important mismatches at a judge's own threshold; None for a threshold of 0.5 (Judge
     Decoding)."""
     weight: float | None = None
-    """Weight of an important, rejected or unacceptable token against another one; None for 1 and,
-    with "adamw", for equal weight of both classes."""
+    """Weight of an important, rejected or unacceptable token relative to the others. None for 1 or,
+    with "adamw", for equal total weight of both classes."""
     seed: int = 0
     mend: str = MINE_MORE
-    """Fix to name if the data are too few."""
+    """Fix to name in errors about too little data."""
 
     def weight_for(self, labels: NDArray) -> float | None:
-        """Return the value of `weight` for labels [m]."""
+        """Return the value of `weight` that applies to labels [m]."""
         if self.weight is not None or self.kind != "adamw":
             return self.weight
         share = float(labels.mean())
@@ -80,21 +82,21 @@ class FitConfig:
 
 @dataclass(frozen=True)
 class Examples:
-    """Labelled states."""
+    """Labelled states, the training data of a head."""
 
     x: NDArray | StreamedRows
-    """[m, F] float32, or as many in files where memory has no room for them"""
+    """[m, F] float32: states, in memory or in files."""
     harmless: NDArray
-    """[m] bool: not important, not rejected, or acceptable."""
+    """[m] bool: True if the token is not important, not rejected, or acceptable."""
     samples: NDArray
-    """[m]: which sample each came from."""
+    """[m]: number of the sample that each row came from."""
     shares: NDArray | None = None
-    """[m] float32: how sure it is that each is harmless, where that is what a head learns; None
-    for what `harmless` says."""
+    """[m] float32: soft labels, each the probability that the token is harmless; None to learn from
+    `harmless`."""
 
     @property
     def in_memory(self) -> NDArray:
-        """Return the states [m, F] of examples that are not in files."""
+        """Return the states [m, F] of examples that are in memory."""
         assert isinstance(self.x, np.ndarray)
         return self.x
 
@@ -106,11 +108,11 @@ class Examples:
 
     @property
     def labels(self) -> NDArray:
-        """Return the labels [m] float32 to learn."""
+        """Return the labels [m] float32 to learn: `shares` if given, else `harmless`."""
         return self.harmless.astype(np.float32) if self.shares is None else self.shares
 
     def weighted(self, weight: float | None) -> tuple[NDArray, NDArray]:
-        """Return labels and row weights, [m] float32 each; rows that are not harmless have weight
+        """Return labels and row weights, both [m] float32. Rows that are not harmless have weight
         `weight`."""
         good = self.labels
         bad = (1 - self.labels) * np.float32(1 if weight is None else weight)
@@ -123,7 +125,7 @@ class Examples:
 @dataclass
 class TrainedHead:
     """A head on standardised inputs: score = sigmoid(x · weight + bias), or with a hidden layer as
-    `Head` has it."""
+    in `Head`."""
 
     weight: NDArray
     bias: float
@@ -136,7 +138,7 @@ class TrainedHead:
         return x.astype(np.float64) @ self.weight.astype(np.float64) + self.bias
 
     def on_raw(self, mean: NDArray, scale: NDArray) -> TrainedHead:
-        """Return the same head for inputs that are not standardised."""
+        """Return an equal head for inputs before standardisation."""
         if not self.layer:
             weight = (self.weight / scale).astype(np.float32)
             return TrainedHead(weight, self.bias - float((mean / scale) @ self.weight))
@@ -151,10 +153,11 @@ def fit_head(
     fingerprints: Mapping[str, str],
     config: FitConfig,
 ) -> Head:
-    """Fit a head to examples of states that `inputs` names, of models of these fingerprints.
+    """Train a head on examples of the states that `inputs` names. `fingerprints` are those of the
+    models.
 
-    Thresholds are read off scores that no fold's own samples trained; the head that is kept is
-    fitted to everything. Raises InputError where there is too little to learn from.
+    Thresholds are computed from out-of-fold scores; the returned head is trained on all examples.
+    Raises InputError if the examples are too few.
     """
     _check_enough(examples, config)
     fit = _fit_in_files if isinstance(examples.x, StreamedRows) else _fit_in_memory
@@ -190,7 +193,7 @@ class Hyperparameters:
     """Hyperparameters chosen on held-out samples."""
 
     c: float = 0.0
-    """Inverse strength of the penalty of "logistic"."""
+    """Inverse strength of the L2 penalty of "logistic"."""
     rate: float = 1e-3
     """Learning rate of "adam" and "adamw"."""
     decay: float = 0.0
@@ -216,8 +219,8 @@ class Tried:
 
     auc: float
     merit: float
-    """Measure that settings are chosen by: the AUC of "logistic" (AutoJudge), and the negative loss
-    of the others, which it also stops."""
+    """Measure by which settings are chosen: the AUC for "logistic" (AutoJudge), the negative loss
+    for the other kinds."""
 
 
 def _best(tried: Mapping[Hyperparameters, Tried]) -> Hyperparameters:
@@ -225,8 +228,8 @@ def _best(tried: Mapping[Hyperparameters, Tried]) -> Hyperparameters:
 
 
 FitOutcome = tuple[TrainedHead, "NDArray", dict[Hyperparameters, Tried], "NDArray"]
-"""A head for inputs as they are, the examples' scores [m] out of fold, what each setting came to,
-and which rows were set aside for that."""
+"""Outcome of a training: a head for raw inputs, out-of-fold scores [m], the result of each setting,
+and the rows held out to choose it."""
 
 
 def _fit_in_memory(examples: Examples, config: FitConfig) -> FitOutcome:
@@ -243,8 +246,8 @@ def _fit_in_memory(examples: Examples, config: FitConfig) -> FitOutcome:
 
 
 def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
-    """Return the same for a logistic head on states that stay in their files: all penalties are
-    fitted together, and then all folds."""
+    """Train a logistic head on states that stay in their files: first the heads of all penalties in
+    shared passes, then those of all folds."""
     from scipy.special import expit
 
     assert isinstance(examples.x, StreamedRows)
@@ -280,8 +283,8 @@ def _grid_in_files(
     config: FitConfig,
     split: tuple[NDArray, NDArray],
 ) -> tuple[NDArray, dict[Hyperparameters, Tried]]:
-    """Fit a head for each penalty to the first rows of `split`. Return their weights [F + 1, K] and
-    their results on the second rows."""
+    """Train a head for each penalty on the first rows of `split`. Return the weights [F + 1, K] and
+    the results on the second rows."""
     from sklearn.metrics import roc_auc_score
 
     train, valid = split
@@ -297,7 +300,7 @@ def _grid_in_files(
 
 
 def _folds(examples: Examples) -> Iterator[tuple[NDArray, NDArray]]:
-    """Return five pairs: the rows of four fifths of the samples, and those of the other fifth."""
+    """Yield five pairs: rows of four fifths of the samples, and rows of the remaining fifth."""
     from sklearn.model_selection import GroupKFold
 
     return GroupKFold(5).split(examples.harmless, examples.harmless, examples.samples)
@@ -334,7 +337,7 @@ def _check_enough(examples: Examples, config: FitConfig) -> None:
 
 
 def _metrics(examples: Examples, scores: NDArray, valid: Examples) -> dict[str, Any]:
-    """Return the metrics of a fit, by scores [m] out of fold."""
+    """Return the metrics of a trained head from its out-of-fold scores [m]."""
     from sklearn.metrics import roc_auc_score
 
     important = ~examples.harmless
@@ -354,7 +357,8 @@ def _metrics(examples: Examples, scores: NDArray, valid: Examples) -> dict[str, 
 
 
 def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
-    """Return rows of nine tenths of the samples and of the rest, both kinds of mismatch in each."""
+    """Return the rows of nine tenths of the samples and the rows of the rest; both parts have
+    harmless and important rows."""
     from sklearn.model_selection import GroupShuffleSplit
 
     splitter = GroupShuffleSplit(n_splits=20, test_size=0.1, random_state=config.seed)
@@ -370,7 +374,7 @@ def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
 def _tried(
     train: Examples, valid: Examples, config: FitConfig
 ) -> dict[Hyperparameters, Tried]:
-    """Return the result of each setting on `valid`, trained on `train`."""
+    """Return the result of each setting on `valid` after training on `train`."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
 
@@ -389,7 +393,7 @@ def _tried(
 
 
 def _loss(logits: NDArray, examples: Examples, config: FitConfig) -> float:
-    """Return the mean cross-entropy of logits [m] on examples."""
+    """Return the mean cross-entropy of logits [m] on the examples."""
     labels, counts = examples.weighted(config.weight_for(examples.labels))
     return float(np.average(np.logaddexp(0, logits) - labels * logits, weights=counts))
 
@@ -397,7 +401,7 @@ def _loss(logits: NDArray, examples: Examples, config: FitConfig) -> float:
 def _scores_out_of_fold(
     examples: Examples, setting: Hyperparameters, config: FitConfig
 ) -> NDArray:
-    """Return [m]: each example's score by a head that was fitted to other samples."""
+    """Return each example's score [m] by a head trained on other samples."""
     from scipy.special import expit
 
     scores = np.zeros(len(examples))
@@ -433,7 +437,7 @@ def _fit_logistic(
     if examples.shares is None:
         model.fit(examples.x, examples.harmless, examples.weighted(weight)[1])
         return
-    # each row once with each label, as sure as it is
+    # each row once with each label, weighted by the label's probability
     weights = np.concatenate([examples.shares, (1 - examples.shares) * (weight or 1)])
     rows = np.flatnonzero(weights)
     labels = rows < len(examples)
@@ -441,8 +445,9 @@ def _fit_logistic(
 
 
 def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> TrainedHead:
-    """Train one hidden layer on x [m, F] and labels [m] with row weights [m]: dropout on its inputs
-    and outputs, cross-entropy, AdamW on a one-cycle schedule."""
+    """Train an MLP with one hidden layer on x [m, F], labels [m] and row weights [m]. The loss is
+    cross-entropy, with dropout before and after the hidden layer, by AdamW on a one-cycle
+    schedule."""
     loss_of = torch.nn.functional.binary_cross_entropy_with_logits
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -473,8 +478,8 @@ def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> TrainedHe
 
 
 def _thinned(x: Tensor) -> Tensor:
-    """Return inputs [n, F] with a tenth dropped, by coins of one byte that are drawn eight at a
-    time: torch's own dropout takes longer than the rest of a step."""
+    """Return inputs [n, F] with about a tenth dropped. The random bytes are drawn eight at a time,
+    since PyTorch's dropout takes longer than the rest of a step."""
     coins = torch.empty(-(-x.numel() // 8), dtype=torch.int64).random_(-(2**63), None)
     kept = coins.view(torch.uint8)[: x.numel()].view(x.shape) >= DROPPED
     return x * kept * (256 / (256 - DROPPED))
@@ -483,8 +488,8 @@ def _thinned(x: Tensor) -> Tensor:
 def fit_stopped(
     examples: Examples, config: FitConfig, setting: Hyperparameters
 ) -> TrainedHead:
-    """Fit a linear head by Adam or AdamW, and keep it as it was when its loss on a tenth of the
-    samples was least."""
+    """Train a linear head by Adam or AdamW, and keep the weights with the lowest loss on a tenth of
+    the samples."""
     train, valid = _split(examples, config)
     inputs = torch.from_numpy(examples.x)
     weighted = examples.weighted(config.weight_for(examples.labels[train]))
@@ -516,8 +521,8 @@ def _train_until_worse(
     train: NDArray,
     valid: NDArray,
 ) -> None:
-    """Train until the loss on the `valid` samples has not fallen for PATIENCE epochs, and leave the
-    parameters of the epoch with the least."""
+    """Train until the loss on the `valid` rows has not fallen for PATIENCE epochs, and restore the
+    parameters of the best epoch."""
     least = np.inf
     epochs_since = 0
     best = deepcopy(model.state_dict())

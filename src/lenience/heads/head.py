@@ -1,4 +1,4 @@
-"""Judge heads: what they read, and how they are asked, saved and loaded."""
+"""Heads on hidden states: their inputs, scores, files and checks."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ Role = Literal["judge", "stop", "gate"]
 MODELS = ("target", "draft")
 TOKENS = ("draft", "previous", "target")
 FURTHEST = 64
-"""Number of tokens that a head may look ahead."""
+"""Maximum number of tokens that a head may look ahead."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hidden states that a head reads, concatenated: the models, and the tokens after which states
-    are read.
+    """Inputs of a head: hidden states of the named models after the named tokens, concatenated.
 
-    Tokens are the drafted one, the one before it, or the target's own (which decoding does not
-    compute). The default is the first two of both models: on the built-in pair these separate
-    important tokens best, and decoding has all four states (docs/architecture.md, Mining).
+    A token is the drafted token, the previous token, or the target's own token (whose state
+    decoding does not compute). The default is the first two of both models: on the built-in pair
+    these states separate important tokens best, and decoding has all four (docs/architecture.md,
+    Mining).
     """
 
     models: tuple[str, ...] = MODELS
     tokens: tuple[str, ...] = ("draft", "previous")
     layers: tuple[int | None, ...] = (None,)
-    """Layers of the target whose states are read, concatenated: 1 the first, -1 the last, before
-    the final norm; None after that norm."""
+    """Layers of the target whose states are read, concatenated: 1 is the first and -1 the last,
+    before the final norm; None is the output of that norm."""
     ahead: int | None = None
-    """Beside the states, what the logits of these models say of the drafted token and of up to so
-    many of the tokens drafted after it (`lenience.heads.lookahead`); None reads states alone."""
+    """Number of later drafted tokens whose logits are features too, with those of the drafted token
+    itself (`lenience.heads.lookahead`); None for states alone."""
 
     def __post_init__(self) -> None:
         for what, given, known in (
@@ -83,7 +83,7 @@ class Inputs:
         return f"{'+'.join(self.models)}-{'+'.join(self.tokens)}{layer}{ahead}"
 
     def width(self, sizes: Mapping[str, int]) -> int:
-        """Return how many numbers are read, by the models' hidden sizes."""
+        """Return the number of input features F, given the models' hidden sizes by role."""
         times = {"target": len(self.layers), "draft": 1}
         states = sum(sizes[model] * times[model] for model in self.models) * len(
             self.tokens
@@ -94,18 +94,18 @@ class Inputs:
 
 
 def shown_layers(layers: Sequence[int | None], mark: str = ",") -> str:
-    """Return layers as they are named: by number, and `norm`."""
+    """Return layers as users name them: by number, and `norm`."""
     return mark.join("norm" if layer is None else str(layer) for layer in layers)
 
 
 @dataclass
 class Head:
-    """score = sigmoid(x · weight + bias), the probability that a mismatch is unimportant; x are the
-    states or, of a head with a hidden layer, gelu(states · layer[0] + layer[1])."""
+    """A trained head: score = sigmoid(x · weight + bias), the probability that a mismatch is
+    unimportant. x are the states or, with a hidden layer, gelu(states · layer[0] + layer[1])."""
 
     weight: Tensor
-    """[F] float32, the scaling of the inputs folded in; [N] for a head with a hidden layer of N
-    units"""
+    """[F] float32, with the scaling of the inputs folded in; [N] for a head with a hidden layer of
+    N units."""
     bias: float
     inputs: Inputs
     threshold: float
@@ -113,23 +113,24 @@ class Head:
     """Fingerprints of the target, the draft and their tokenizer."""
     metrics: dict[str, Any] = field(default_factory=dict)
     prompts: tuple[str, ...] = ()
-    """Digests of the prompts that it was fitted on, wherever it is copied; none of an earlier
-    version's."""
+    """Digests of the prompts in the training data. They stay with the head wherever it is copied;
+    empty for heads of earlier versions."""
     folder: str = ""
     role: Role = "judge"
-    """Role: "judge", or "stop" or "gate" for a head that ends drafting. Its files are named by
-    it."""
+    """Role of the head: "judge", or "stop" or "gate" for a head that ends drafting. The files are
+    named after it."""
     temperature: float = 0.0
-    """Temperature of the answers that it learned from; 0 for greedy ones."""
+    """Sampling temperature of the answers in the training data; 0 for greedy answers."""
     drafter: dict[str, Any] | None = None
-    """Drafter whose tokens a judge learned from, see `DrafterSpec.record`; None for the draft
-    model."""
+    """Drafter whose tokens are in a judge's training data, see `DrafterSpec.record`; None for the
+    draft model."""
     layer: tuple[Tensor, Tensor] | None = None
-    """[F, N] and [N] float32, the scaling of the inputs folded in"""
+    """[F, N] and [N] float32: weight and bias of the hidden layer, with the scaling of the inputs
+    folded in."""
     _weights: dict[torch.device, list[tuple[Tensor, Tensor]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """The same as a product takes them, where they have been asked for."""
+    """Weights and biases of all layers, on each device that has needed them."""
     _kinds_on: dict[torch.device, Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -139,9 +140,8 @@ class Head:
         return "mlp" if self.layer else "logistic"
 
     def threshold_of(self, recall: float) -> float:
-        """Return the lowest threshold that rejects a share `recall` of the important mismatches, on
-        samples that the head was not fitted to. Raises InputError for a recall that was not
-        measured."""
+        """Return the lowest threshold that rejects a share `recall` of the important mismatches on
+        samples outside the training data. Raises InputError for a recall that was not measured."""
         measured = self.metrics.get("by_recall")
         if measured is None:
             rows = self.metrics.get("thresholds", [])
@@ -157,7 +157,7 @@ class Head:
         return float(known)
 
     def window_logits(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        """Return [B, W] logits of the scores of windows of W drafted tokens."""
+        """Return the logits [B, W] of the scores of all tokens in drafted windows."""
         parts = []
         for token in self.inputs.tokens:
             rows = (
@@ -182,7 +182,7 @@ class Head:
         return self.logits(torch.cat(parts, -1))
 
     def _kinds(self, ctx: Context, device: torch.device) -> Tensor:
-        """Return the kinds of the tokenizer's tokens, which are found out once."""
+        """Return the kinds [V, 2] of the tokenizer's tokens on a device; computed once."""
         if device not in self._kinds_on:
             if ctx.token_mask is None:
                 raise RuntimeError("a head that looks ahead reads tokens' texts")
@@ -190,8 +190,8 @@ class Head:
         return self._kinds_on[device]
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return […] logits of the scores of states […, F]: a float32 score has no steps near 1,
-        its logit has."""
+        """Return the logits […] of the scores of inputs […, F]. Near 1 a logit distinguishes scores
+        that are equal in float32."""
         x = x.float()
         if x.device not in self._weights:
             self._weights[x.device] = [
@@ -204,7 +204,8 @@ class Head:
         return torch.nn.functional.linear(x, *last)[..., 0]
 
     def _layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each layer's weight and bias as a product takes them."""
+        """Return the weight and the bias of each layer, as `torch.nn.functional.linear` takes
+        them."""
         last = (self.weight[None], torch.tensor([self.bias], dtype=torch.float32))
         if not self.layer:
             return [last]
@@ -212,7 +213,8 @@ class Head:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash that identifies the decisions: weights, bias, threshold and inputs."""
+        """Return a hash of everything that determines the head's decisions: weights, bias,
+        threshold and inputs."""
         weights = b"".join(
             part.numpy().tobytes() for part in (self.weight, *(self.layer or ()))
         )
@@ -220,8 +222,8 @@ class Head:
         return digest_bytes(numbers + str(self.inputs).encode())
 
     def check(self, fingerprints: Mapping[str, str], sizes: Mapping[str, int]) -> None:
-        """Raise InputError unless this head can run on models of these fingerprints and hidden
-        sizes, by role; parts that `fingerprints` lacks are not compared."""
+        """Raise InputError unless the head can run on models of these fingerprints, by part, and
+        hidden sizes, by role. Parts that `fingerprints` lacks are not compared."""
         if "target" in self.inputs.tokens:
             raise InputError(
                 f"{self.role} {self.folder}: reads the state after the target's own "
@@ -252,8 +254,8 @@ class Head:
             )
 
     def save(self, folder: Path) -> None:
-        """Write judge.safetensors and judge.json, each whole or not at all; one that is of another
-        save is refused. A stop's are named after it."""
+        """Write ROLE.safetensors and ROLE.json, such as judge.json, each atomically. Loading
+        refuses files that come from two different saves."""
         tensors = {
             "weight": self.weight,
             "bias": torch.tensor([self.bias], dtype=torch.float64),
@@ -284,8 +286,8 @@ def _how_to_fit(role: Role) -> str:
 
 
 def load_head(folder: str | Path, role: Role = "judge") -> Head:
-    """Return the head saved in a folder for a role. Raises InputError where there is none or it is
-    broken."""
+    """Return the head with a role that is saved in a folder. Raises InputError if there is none or
+    a file is broken."""
     path = local(folder)
     if not (path / f"{role}.json").is_file():
         how = _how_to_fit(role)
@@ -303,7 +305,7 @@ def _load(path: Path, role: Role, changed: int) -> Head:
         asked = about["inputs"]
         models = tuple(asked["models"])
         tokens = tuple(asked["tokens"])
-        # one of an earlier version's
+        # heads of earlier versions name a single layer
         layers = asked.get("layers", [asked.get("layer")])
         inputs = Inputs(models, tokens, tuple(layers), asked.get("ahead"))
         has_layer = about["kind"] == "mlp"
@@ -336,19 +338,19 @@ def _load(path: Path, role: Role, changed: int) -> Head:
 
 @dataclass(frozen=True)
 class HeadReference:
-    """Path and threshold of a trained head, for rules and stop conditions."""
+    """Path and threshold of a trained head, as rules and stop conditions name them."""
 
     path: str
     threshold: float | None = None
-    """Threshold; None for the one saved with the head."""
+    """Threshold on the score; None for the threshold saved with the head."""
     unchecked: bool = False
-    """Run the head on models other than those it was fitted to."""
+    """True to run the head on models other than those it was trained for."""
     name: ClassVar[str]
     role: ClassVar[Role]
     built_in: ClassVar[str | None] = None
-    """The head that comes with the built-in pair, which is asked where no path is given."""
+    """Path of the built-in pair's head, used if a spec has no path."""
     highest: ClassVar[float] = 1
-    """Largest threshold."""
+    """Largest allowed threshold."""
 
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 <= self.threshold <= self.highest:
@@ -369,11 +371,11 @@ class HeadReference:
 
     @property
     def bound(self) -> float:
-        """Return the threshold that holds."""
+        """Return the threshold in force."""
         return self.head.threshold if self.threshold is None else self.threshold
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        """Return the same with its head's path changed; the one of the built-in pair has none."""
+        """Return the reference with its path changed by `path`; the built-in head's path stays."""
         return (
             self if self.path == self.built_in else replace(self, path=path(self.path))
         )
@@ -381,7 +383,7 @@ class HeadReference:
     def check(
         self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
     ) -> None:
-        """Raise InputError where the head cannot run on models of these fingerprints and hidden
+        """Raise InputError if the head cannot run on models of these fingerprints and hidden
         sizes."""
         head = self.head
         try:
@@ -397,8 +399,8 @@ class HeadReference:
             ) from error
 
     def check_temperature(self, temperature: float) -> None:
-        """Raise InputError where the head learned from answers that were drawn at another
-        temperature; one that learned from greedy answers may be asked at any."""
+        """Raise InputError if the head was trained on answers sampled at another temperature. A
+        head trained on greedy answers runs at any temperature."""
         learned = self.head.temperature
         if learned and learned != temperature and not self.unchecked:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Features of the logits of a drafted token and of later tokens in its window.
+"""Features from the logits of a drafted token and of later tokens in its window.
 
 The target reads a window in one pass, so its logits of later tokens cost nothing.
 """
@@ -13,40 +13,40 @@ import torch
 from torch import Tensor
 
 FLOOR = -30.0
-"""No log-probability is taken to be lower."""
+"""Lower bound to which log-probabilities are clamped."""
 SURE = math.log(0.9)
-"""Log-probability of its best token from which the target is sure."""
+"""Minimum log-probability of the target's top token at which the target counts as sure."""
 OWN = 0
 BEST = 1
 AGREES = 5
 HAS_LETTER = -3
-"""Indices of a token's features: the target's log-probability of the token and of its best token,
-whether they are the same token, and whether it has a letter."""
+"""Indices into a token's numbers: the target's log-probability of the token and of its top token,
+whether both are the same token, and whether the token has a letter."""
 
 
 def kinds_of(token_mask: Callable[[str], Tensor]) -> Tensor:
-    """Return [V, 2]: 1 for tokens whose text has a digit, and a letter. `token_mask` returns the
-    tokens that match a regular expression."""
+    """Return [V, 2]: 1 if the text of a token has a digit, and 1 if the text has a letter.
+    `token_mask` returns the tokens that match a regular expression."""
     return torch.stack([token_mask(r"\d"), token_mask(r"[^\W\d_]")], -1).float()
 
 
 def token_values(
     target: Tensor, draft: Tensor | None, tokens: Tensor, kinds: Tensor
 ) -> Tensor:
-    """Return […, S] numbers of drafted `tokens` […] by the logits […, V] of the target and perhaps
-    of the draft, where they were drafted, and by the `kinds` [V, 2] of tokens.
+    """Return S numbers […, S] for each drafted token in `tokens` […], from the logits […, V] of the
+    target and, if given, of the draft at its position, and from the `kinds` [V, 2] of all tokens.
 
-    The target's log-probability of the token, of its best and of its second token, the logarithm of
-    how many it finds as likely, its entropy, and whether its best token is the drafted one; the
-    draft's log-probability of the token and of its best, its entropy, the divergence of each
-    from the other, and the draft's log-probability of the target's best; and whether there is a
-    digit and a letter in the token, and in the target's best.
+    From the target: the log-probabilities of the token, of the top and of the second token, the
+    logarithm of the token's rank, the entropy, and whether the token is the top token. From the
+    draft: the log-probabilities of the token and of the draft's top token, the entropy, both KL
+    divergences, and the log-probability of the target's top token. Last, whether the token has a
+    digit and a letter, and the same for the target's top token.
     """
     models = [target.float()] if draft is None else [target.float(), draft.float()]
     logs = torch.stack(models).log_softmax(-1).clamp_(min=FLOOR)  # [1 or 2, …, V]
     probs = logs.exp()
     (best, second), (index, _) = (part.unbind(-1) for part in logs[0].topk(2))
-    # of the drafted token and of the target's best one
+    # for the drafted token and for the target's top token
     named = torch.stack([tokens, index], -1)  # […, 2]
     own, of_best = logs.gather(-1, named.expand(len(models), *named.shape)).unbind(-1)
     rank = (logs[0] >= own[0, ..., None]).sum(-1).log()
@@ -59,13 +59,13 @@ def token_values(
 
 
 def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
-    """Return the features […, F] of tokens: their own numbers […, S] and those of the n tokens
-    after each […, n, S], as far as they are `known` […, n].
+    """Return the features […, F] of tokens: their own numbers […, S], and the numbers of the n
+    tokens after each […, n, S], as far as these are `known` […, n].
 
-    For the later tokens these are each one's numbers, their extremes, and the length of the
-    target's agreement. Over all later tokens, those without a letter and those of which the target
-    is sure, these are their count, the count of agreements, and the mean and the lowest of the
-    target's log-probabilities.
+    The later tokens add which of them are known, all their numbers, the minimum and maximum of each
+    number, and the length of the run in which the target agrees. Three groups of later tokens
+    follow (all, those without a letter, those that the target is sure of): their count, the share
+    of agreements, and the mean and the minimum of the target's log-probabilities.
     """
     n = known.shape[-1]
     if not n:
@@ -91,8 +91,8 @@ def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
 
 
 def of_windows(values: Tensor, lengths: Tensor, n: int) -> Tensor:
-    """Return the features [B, W, F] of every token of windows of `lengths` [B] tokens, looking up
-    to `n` tokens ahead, by the tokens' numbers [B, W, S]."""
+    """Return the features [B, W, F] of every token in windows of `lengths` [B] tokens, looking up
+    to `n` tokens ahead. `values` [B, W, S] are the tokens' numbers."""
     after = _places_after(values.shape[1], n, values.device)
     later = torch.nn.functional.pad(values, (0, 0, 0, n + 1))[:, after]
     return with_later(values, later, after < lengths[:, None, None])
@@ -100,7 +100,7 @@ def of_windows(values: Tensor, lengths: Tensor, n: int) -> Tensor:
 
 @cache
 def _places_after(width: int, n: int, device: torch.device) -> Tensor:
-    """Return [width, n]: which places follow each."""
+    """Return [width, n]: the n positions after each position of a window."""
     return (
         1 + torch.arange(width, device=device)[:, None] + torch.arange(n, device=device)
     )
@@ -108,7 +108,7 @@ def _places_after(width: int, n: int, device: torch.device) -> Tensor:
 
 @cache
 def numbers(with_draft: bool) -> int:
-    """Return S, the count of a token's numbers, with or without the draft's logits."""
+    """Return S, the number of values per token, with or without the draft's logits."""
     logits = torch.zeros(1, 2)
     tokens = torch.zeros(1, dtype=torch.long)
     draft = logits if with_draft else None
@@ -117,6 +117,6 @@ def numbers(with_draft: bool) -> int:
 
 @cache
 def width(with_draft: bool, n: int) -> int:
-    """Return F, the count of features, with or without the draft's logits."""
+    """Return F, the number of features per token, with or without the draft's logits."""
     values = torch.zeros(1, 1, numbers(with_draft))
     return of_windows(values, torch.ones(1), n).shape[-1]

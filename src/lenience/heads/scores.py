@@ -1,4 +1,4 @@
-"""What scores tell of labelled mismatches: thresholds by recall, and the AUC's interval."""
+"""Metrics of scores on labelled mismatches: thresholds by recall, and the AUC's interval."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 THRESHOLD_RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
-"""The recalls of important mismatches at which a fitted head lists its thresholds."""
+"""Recalls of important mismatches for which a trained head lists its thresholds."""
 TELLING = 100
-"""Number of important mismatches with which a recall of 0.99 differs from 1: one of them is
-missed."""
+"""Minimum number of important mismatches at which a recall of 0.99 differs from 1 by at least a
+single mismatch."""
 BOOTSTRAPS = 200
-"""Number of bootstrap draws of samples for an interval."""
+"""Number of bootstrap draws of samples per interval."""
 
 
 def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:
@@ -28,8 +28,8 @@ def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:
 
 
 def by_recall(scores: NDArray, important: NDArray) -> dict[str, float]:
-    """Return the threshold of each recall of important mismatches, in steps of a hundredth and,
-    from 0.99 on, of a thousandth."""
+    """Return the threshold for each recall of important mismatches, from 0.5 in steps of 0.01 and
+    from 0.99 in steps of 0.001, keyed by the recall."""
     recalls = [*(n / 100 for n in range(50, 99)), *(n / 1000 for n in range(990, 1001))]
     return {
         f"{recall:g}": threshold_at(scores, important, recall) for recall in recalls
@@ -37,9 +37,9 @@ def by_recall(scores: NDArray, important: NDArray) -> dict[str, float]:
 
 
 def thresholds(scores: NDArray, important: NDArray) -> list[dict[str, Any]]:
-    """Return a row for each recall of important mismatches: its threshold, the exact binomial 95 %
-    interval of its recall on other samples, and the share of unimportant mismatches that it
-    accepts."""
+    """Return a row for each recall in THRESHOLD_RECALLS: the threshold, the exact binomial 95 %
+    interval of the recall on other samples, and the share of unimportant mismatches that are
+    accepted."""
     from scipy.stats import binomtest
 
     rows: list[dict[str, Any]] = []
@@ -61,7 +61,8 @@ def auc_interval(
     scores: NDArray, harmless: NDArray, samples: NDArray, seed: int = 0
 ) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of the AUC of scores [m], which should be high where
-    `harmless` [m] is True. Draws are over `samples` [m], as mismatches of one sample are alike."""
+    `harmless` [m] is True. Whole samples are drawn, given by `samples` [m], because mismatches of
+    the same sample are correlated."""
     from scipy.stats import rankdata
 
     rng = np.random.default_rng(seed)
@@ -81,8 +82,8 @@ def auc_interval(
 
 
 def _weighted_auc(good: NDArray, bad: NDArray, ranks: NDArray) -> float:
-    """Return how often a harmless one stands above an important one, ties counted half, by the
-    weights of both [m] in the order of their `ranks`."""
+    """Return the probability that a harmless row has a higher score than an important row, with
+    ties counted half. Both weights [m] are in ascending order of the scores' `ranks`."""
     starts = np.flatnonzero(np.diff(ranks, prepend=-1.0))
     good = np.add.reduceat(good, starts)
     bad = np.add.reduceat(bad, starts)

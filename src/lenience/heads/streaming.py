@@ -1,4 +1,4 @@
-"""Logistic regression on states in files, several fits in each pass over them."""
+"""Logistic regression on states in files; several problems share each pass over the files."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from safetensors import safe_open
 from torch import Tensor
 
 BLOCK = 1024
-"""Rows that are read at a time."""
+"""Number of rows read at a time."""
 MEMORY = 10
-"""Steps that L-BFGS remembers."""
+"""Number of past steps that L-BFGS keeps."""
 MOST_STEPS = 200
 CLOSE_ENOUGH = 1e-5
-"""A fit ends where no part of the gradient of the mean loss is above this, or after so many."""
+"""Limits of a fit: the number of steps, and the largest component of the mean loss's gradient at
+which it has converged."""
 SHORTEST = 2.0**-20
-"""Shortest step to try."""
+"""Shortest step length to try."""
 
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """States [m, F] in safetensors files, in their order; those that `kept` [all rows] names."""
+    """States [m, F] in safetensors files, in file order, restricted to the rows in `kept`."""
 
     paths: tuple[Path, ...]
     sizes: tuple[int, ...]
-    """Number of rows that each file holds."""
+    """Number of rows in each file."""
     width: int
     kept: NDArray
-    """[all rows] bool"""
+    """[all rows] bool: True for rows in use."""
 
     @classmethod
     def of(cls, paths: Sequence[Path]) -> StreamedRows:
@@ -49,7 +50,7 @@ class StreamedRows:
         return int(self.kept.sum())
 
     def __getitem__(self, which: NDArray) -> StreamedRows:
-        """Return some of the rows, by a mask or by their numbers, in their order."""
+        """Return a subset of the rows, given by a mask or by indices, in file order."""
         kept = np.zeros_like(self.kept)
         kept[np.flatnonzero(self.kept)[which]] = True
         return StreamedRows(self.paths, self.sizes, self.width, kept)
@@ -64,7 +65,7 @@ class StreamedRows:
         )
 
     def blocks(self) -> Iterator[Tensor]:
-        """Yield the rows, some [n, F] float32 at a time."""
+        """Yield the rows in blocks [n, F] float32."""
         start = 0
         for path, size in zip(self.paths, self.sizes):
             with safe_open(path, "pt") as file:
@@ -80,7 +81,7 @@ class StreamedRows:
             start += size
 
     def mean_and_scale(self) -> tuple[NDArray, NDArray]:
-        """Return [F] each: the mean, and the standard deviation with a little added."""
+        """Return the mean [F] and the standard deviation [F], plus 1e-6, of the rows."""
         total, squares = (
             torch.zeros(self.width, dtype=torch.float64) for _ in range(2)
         )
@@ -94,12 +95,12 @@ class StreamedRows:
 
 @dataclass(frozen=True)
 class LogisticProblem:
-    """One of the fits that share their passes."""
+    """One of the logistic regressions that share their passes."""
 
     c: float
-    """The inverse strength of the L2 penalty, as scikit-learn has it."""
+    """Inverse strength of the L2 penalty, as in scikit-learn."""
     rows: NDArray
-    """[m] bool: which rows it is fitted to."""
+    """[m] bool: rows in the training set."""
 
 
 WeightedLabels = tuple["NDArray", "NDArray"]
@@ -108,7 +109,7 @@ WeightedLabels = tuple["NDArray", "NDArray"]
 
 @dataclass(frozen=True)
 class Standardised:
-    """Rows less their mean, by their scale."""
+    """Rows with their mean subtracted, divided by their standard deviation."""
 
     rows: StreamedRows
     mean: NDArray
@@ -125,7 +126,7 @@ class Standardised:
             yield (block - mean) / scale
 
     def logits(self, weights: NDArray) -> NDArray:
-        """Return [m, K] of linear heads [F + 1, K], whose last row is the bias."""
+        """Return the logits [m, K] of K linear heads [F + 1, K], whose last row is the bias."""
         matrix = torch.from_numpy(weights[:-1])
         bias = torch.from_numpy(weights[-1])
         blocks = (x @ matrix.float() + bias for x in self.blocks())
@@ -138,9 +139,9 @@ def fit_together(
     problems: Sequence[LogisticProblem],
     begin: NDArray | None = None,
 ) -> NDArray:
-    """Return heads [F + 1, K] for K problems on labelled rows x [m, F], the last row their biases,
-    which are not penalised. All take their steps of L-BFGS in the same passes; `begin` is where
-    they begin."""
+    """Return the heads [F + 1, K] of K problems on labelled rows x [m, F]. The last row holds the
+    biases, which are not penalised. All problems take their L-BFGS steps in the same passes, from
+    `begin` or from 0."""
     losses = _Losses(
         x,
         torch.from_numpy(labelled[0]).double()[:, None],
@@ -155,20 +156,20 @@ def fit_together(
 
 @dataclass(frozen=True)
 class _Losses:
-    """The functions that K problems minimise."""
+    """Losses of K problems, with their gradients."""
 
     x: Standardised
     labels: Tensor
-    """[m, 1]"""
+    """[m, 1]: labels from 0 to 1."""
     counts: Tensor
-    """[m, 1]"""
+    """[m, 1]: weights of the rows."""
     rows: Tensor
-    """[m, K] bool: which are fitted to."""
+    """[m, K] bool: training rows of each problem."""
     c: Tensor
-    """[K]"""
+    """[K]: inverse strengths of the penalties."""
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [K] and [F + 1, K]: the mean losses, penalties included, and their gradients, by a
+        """Return the mean losses [K], penalties included, and their gradients [F + 1, K], in one
         pass over the rows."""
         matrix = weights[:-1]
         bias = weights[-1]
@@ -195,8 +196,8 @@ class _Losses:
 def _minimised(
     loss_and_gradient: Callable[[Tensor], tuple[Tensor, Tensor]], weights: Tensor
 ) -> Tensor:
-    """Return the minima [D, K] of K convex functions, by L-BFGS with backtracking, from `weights`
-    on; each call evaluates all K."""
+    """Return the minima [D, K] of K convex functions, by L-BFGS with backtracking, starting from
+    `weights` [D, K]. Each call of `loss_and_gradient` evaluates all K."""
     loss, gradient = loss_and_gradient(weights)
     changes = list[Tensor]()
     turns = list[Tensor]()
@@ -225,15 +226,15 @@ def _minimised(
 
 
 def _is_too_long(length: Tensor, change: Tensor, slope: Tensor) -> Tensor:
-    """Return [K] bool: True for a step that falls short of its slope's promise (Armijo 1966)."""
+    """Return [K] bool: True for a step whose loss falls too little for its slope (Armijo 1966)."""
     return (change > 1e-4 * length * slope) & (length > SHORTEST)
 
 
 def _lbfgs(
     gradient: Tensor, changes: Sequence[Tensor], turns: Sequence[Tensor]
 ) -> Tensor:
-    """Return [D, K]: gradients times the inverse Hessians estimated from the last steps (Nocedal
-    1980). A step without curvature is ignored."""
+    """Return [D, K]: the gradients times the inverse Hessians estimated from the last steps
+    (Nocedal 1980). Steps without curvature are ignored."""
     direction = gradient.clone()
     shares = list[Tensor]()
     scale = torch.ones(gradient.shape[1], dtype=gradient.dtype)
@@ -242,7 +243,7 @@ def _lbfgs(
         share = torch.where(bend > 0, (change * direction).sum(0) / bend, 0.0)
         shares.append(share)
         direction = direction - share * turn
-    for turn, bend in zip(turns, bends):  # the last that tells something
+    for turn, bend in zip(turns, bends):  # the scale of the last step with curvature
         scale = torch.where(bend > 0, bend / turn.square().sum(0), scale)
     direction = direction * scale
     for change, turn, bend, share in zip(changes, turns, bends, reversed(shares)):

@@ -1,6 +1,6 @@
 """Mining by several workers.
 
-Only the driver writes the journal. Samples of a lost worker go to others.
+Only the driver writes the journal. The samples of a lost worker go to other workers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from lenience.core.errors import InputError, RunError
 from lenience.mining.work import Part, WorkerPlan
 
 MOST_AT_ONCE = 4
-"""A worker is handed so many times the samples that it searches together, fewer at the end."""
+"""Maximum size of a worker's part, as a multiple of its batch size; parts get smaller towards the
+end."""
 LOST_IN_A_ROW = 3
-"""Number of workers that one place may lose in succession without finishing a sample; the others
-then continue without it."""
+"""Number of successive losses, without a finished sample, after which a worker is not replaced; the
+other workers continue without it."""
 ENDING = 5.0
-"""Seconds that threads have to end."""
+"""Seconds to wait for each thread to end."""
 
 
 class WorkerLost(Exception):
-    """A lost worker, with the known cause."""
+    """The loss of a worker, with its known cause."""
 
 
 class HiredWorker(Protocol):
@@ -37,12 +38,12 @@ class HiredWorker(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `Worker.identity`."""
+        """Return the identity of the worker's pair and task, see `Worker.identity`."""
         ...
 
     def mine(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Return the records of its samples, as each is finished. Raises WorkerLost, and InputError
-        or RunError where the work itself cannot be done."""
+        """Yield the record of each sample of a part as it is finished. Raises WorkerLost, or
+        InputError or RunError if the search itself fails."""
         ...
 
     def close(self) -> None:
@@ -51,25 +52,26 @@ class HiredWorker(Protocol):
 
 
 class Crew(Protocol):
-    """Where workers come from."""
+    """A source of workers."""
 
     @property
     def most(self) -> int | None:
-        """Return how many there are at most; None for as many as there is room for."""
+        """Return the maximum number of workers; None for as many as there is room for."""
         ...
 
     @property
     def at_once(self) -> bool:
-        """Return whether they begin together, or each when the one before is ready."""
+        """Return True if all workers start at the same time, False if each starts when the previous
+        worker is ready."""
         ...
 
     def hire(self, number: int) -> HiredWorker | None:
         """Return a worker that is ready, perhaps after waiting for room; None once the crew is
-        closed. Raises as HiredWorker.mine."""
+        closed. Raises the same errors as HiredWorker.mine."""
         ...
 
     def stop(self) -> None:
-        """Hire no more workers, and end those that search."""
+        """Hire no more workers, and stop those that are searching."""
         ...
 
     def close(self) -> None:
@@ -78,7 +80,8 @@ class Crew(Protocol):
 
 
 class ProcessCrew:
-    """Processes on this machine, each with its own models; where there are GPUs, each has one."""
+    """Processes on this machine, each with its own models. With several GPUs the processes take
+    them in turn."""
 
     at_once = True
 
@@ -116,7 +119,7 @@ class _Process:
         self.identity = dict[str, Any]()
 
     def started(self, plan: WorkerPlan) -> Self:
-        """Return the worker once it has its models. Raises as `mine` does."""
+        """Return the worker once its models are loaded. Raises the same errors as `mine`."""
         self._tell(plan.to_json())
         self.identity = self._message()["ready"]
         return self
@@ -127,7 +130,7 @@ class _Process:
             yield message["mined"]
 
     def close(self) -> None:
-        self._process.kill()  # it keeps nothing
+        self._process.kill()  # it has no state to save
         self._process.wait()
 
     def _tell(self, message: Any) -> None:
@@ -158,7 +161,8 @@ class _Process:
 
 
 def _device(number: int) -> dict[str, str]:
-    """Return the GPU of the `number`-th process, where there are several."""
+    """Return the environment variable that selects the GPU of process `number`; empty unless there
+    are several GPUs."""
     import torch
 
     if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
@@ -171,7 +175,7 @@ def _device(number: int) -> dict[str, str]:
 
 
 class _Board:
-    """The remaining samples, shared by the threads of the workers."""
+    """Queue of the remaining samples, shared by the workers' threads."""
 
     def __init__(self, ids: Sequence[str]):
         self.changed = Condition()
@@ -181,8 +185,8 @@ class _Board:
         self.closed = False
 
     def take(self, most: int) -> list[str]:
-        """Return a worker's next part: a smaller one if little is left, so that all end at the same
-        time; nothing once everything is done."""
+        """Return a worker's next part. Parts are smaller when little is left, so that all workers
+        end at the same time. The part is empty once everything is done."""
         with self.changed:
             while not self._left and self._out and not self.closed:
                 self.changed.wait()
@@ -208,7 +212,7 @@ class _Board:
             self.changed.notify_all()
 
     def joined(self, by: int) -> None:
-        """Count `n` more workers as active."""
+        """Change the number of active workers `by` 1 or -1."""
         with self.changed:
             self._workers += by
 
@@ -221,9 +225,9 @@ class _Board:
 def mined_by(
     crew: Crew, work: Part, identity: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of a crew's samples as each is finished; `identity` is the driver's own.
-    Raises RunError if all workers are lost repeatedly or a worker has other models than the driver,
-    and a worker's own errors."""
+    """Yield the record of each of a crew's samples as it is finished. `identity` is the driver's
+    own. Raises RunError if all workers are lost repeatedly or a worker has other models than the
+    driver, and raises a worker's own errors."""
     threads = _Threads(crew, work, identity)
     threads.start()
     try:
@@ -237,7 +241,7 @@ def mined_by(
 
 
 class _Threads:
-    """The threads that wait for workers, one each."""
+    """Threads that wait for workers, one per worker."""
 
     def __init__(self, crew: Crew, work: Part, identity: Mapping[str, Any]):
         self.crew = crew
@@ -266,7 +270,7 @@ class _Threads:
             self._threads[-1].start()
 
     def _work(self, number: int) -> None:
-        """Hire a worker, and another one in its place where it is lost, until all is done."""
+        """Hire a worker, and replace it if it is lost, until all samples are done."""
         lost_in_a_row = 0
         try:
             while not self.board.closed:
@@ -284,8 +288,8 @@ class _Threads:
             self.found.put(error)
 
     def _employ(self, number: int, done: list[str]) -> None:
-        """Let a worker search until nothing is left; notes the samples that are `done`. Raises
-        WorkerLost where it is gone before."""
+        """Let a worker search until no samples are left, and add the finished samples to `done`.
+        Raises WorkerLost if the worker is lost before."""
         worker = self.crew.hire(number)
         if not worker:
             return
@@ -301,7 +305,7 @@ class _Threads:
             worker.close()
 
     def _check(self, number: int, worker: HiredWorker) -> None:
-        """Raise RunError where a worker is not of the driver's models and task."""
+        """Raise RunError if a worker has other models or another task than the driver."""
         theirs = worker.identity
         differs = [key for key, own in self.identity.items() if theirs.get(key) != own]
         if differs:
@@ -321,7 +325,8 @@ class _Threads:
             self.board.give_back(ids)
 
     def _lament(self, number: int, error: WorkerLost, in_a_row: int) -> None:
-        """Print that a worker is lost. Raises RunError if all were lost too often."""
+        """Print a warning that a worker is lost. Raises RunError if every worker was lost too
+        often."""
         print(
             f"warning: worker {number + 1} {error}; other workers take its samples",
             file=sys.stderr,

@@ -1,4 +1,4 @@
-"""What mining will take, told from what was mined."""
+"""Forecast of the cost of mining, from a pilot."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from lenience.core.errors import InputError
 from lenience.runs.record import MinedSample
 
 PILOT = 8
-"""Samples that a forecast is made from."""
+"""Number of samples in the pilot of a forecast."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Estimated cost of a number of important mismatches on this machine, from `pilot` samples."""
+    """Estimated cost of mining a number of important mismatches on this machine, from a pilot of
+    `pilot` samples."""
 
     labels: int
     pilot: int
     mismatches: float
-    """A sample; and of them important ones, with their 95 % interval by Student's t."""
+    """Mean number of mismatches per sample; `important` is that of important mismatches, with its
+    95 % interval by Student's t."""
     important: float
     important_interval: tuple[float, float]
     samples: int
     samples_interval: tuple[int, int | None]
-    """Interval of the number of samples; its upper end is None if the pilot does not exclude that
-    there are no important mismatches."""
+    """Interval of the number of samples. The upper end is None if the pilot is consistent with no
+    important mismatches at all."""
     target_passes: int
     target_tokens: int
     draft_tokens: int
@@ -37,8 +39,8 @@ class Forecast:
 
 
 def forecast(mined: Sequence[MinedSample], labels: int) -> Forecast:
-    """Return the estimated cost of `labels` important mismatches. Raises InputError if the samples
-    are too few or hold none."""
+    """Return the estimated cost of mining `labels` important mismatches. Raises InputError if there
+    are fewer than two samples or no important mismatch among them."""
     counts = np.array(
         [
             sum(bool(mismatch.important) for mismatch in sample.mismatches)

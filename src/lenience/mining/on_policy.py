@@ -1,4 +1,4 @@
-"""Mining on a rule's own answers: which of the tokens kept by lenience changed the answer."""
+"""Mining on a rule's own answers: which leniently accepted tokens changed the answer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lenience.tasks import Sample, Task
 
 
 def check_policy(policy: Decoder) -> None:
-    """Raise InputError for a decoder whose answers cannot be mined. An accepted token can be blamed
-    only if the decoder continues as the target does."""
+    """Raise InputError for a decoder whose answers cannot be mined. A change can be traced to an
+    accepted token only if the decoder continues as the target does."""
     if policy.bound_to:
         refuse_certified([policy.bound_to.source])
     if policy.alone or not policy.rule.goes_on_as_target or policy.temperature > 0:
@@ -37,19 +37,19 @@ def check_policy(policy: Decoder) -> None:
 
 @dataclass
 class _Answered:
-    """A rule's answer to a sample next to the target's own."""
+    """A rule's answer to a sample, with the target's own answer."""
 
     sample: Sample
     lenient: Generation
     own: Generation
     kept: list[Mismatch]
-    """The tokens that it kept and the target would not have said, unlabelled."""
+    """Leniently accepted tokens that differ from the target's own, without labels."""
     answer: str | None
-    """The target's own."""
+    """Final answer in the target's own response."""
     same: bool | None
-    """True if the lenient answer is the same."""
+    """True if the rule's answer is the same; None if there is nothing to compare."""
     continued: list[Generation] = field(default_factory=list)
-    """Target's continuations after each of these tokens, for an answer that is lost."""
+    """Target's continuations after each token in `kept`, for an answer that is lost."""
 
     @property
     def lost(self) -> bool:
@@ -59,11 +59,11 @@ class _Answered:
 def search_on_policy(
     pair: Pair, task: Task, samples: Sequence[Sample], policy: Decoder, batch_size: int
 ) -> Iterator[MinedSample]:
-    """Yield the records of `samples`, `batch_size` at a time.
+    """Yield the record of each of `samples`, decoded `batch_size` at a time.
 
     If the answer equals the target's, all leniently accepted tokens are harmless. Otherwise the
-    target continues after each of them: the first token after which its answer differs is
-    important, earlier ones are harmless, and later ones get no label.
+    target continues after each of them. The first token after which the target's answer differs is
+    important, earlier tokens are harmless, and later tokens get no label.
     """
     strict = policy.with_options({"rule": "exact", "stop": "fixed"})
     for start in range(0, len(samples), batch_size):
@@ -87,8 +87,8 @@ def search_on_policy(
 def _answer(
     pair: Pair, task: Task, samples: Sequence[Sample], policy: Decoder, strict: Decoder
 ) -> list[_Answered]:
-    """Return both answers to each of the samples. The target decodes only where a token was
-    accepted leniently; elsewhere its answer is the same."""
+    """Return both answers to each sample. The target decodes only the samples with leniently
+    accepted tokens; for the others its answer is the same."""
     size = max(1, len(samples))
     outs = pair.generate_batch(
         [sample.prompt for sample in samples], policy, batch_size=size
@@ -129,7 +129,7 @@ def _kept(pair: Pair, out: Generation) -> list[Mismatch]:
 def _record(
     pair: Pair, task: Task, answered: _Answered, policy: Decoder, seconds: float
 ) -> MinedSample:
-    """Return the journal's record of an answer."""
+    """Return the journal record of an answer."""
     final, mismatches = _labelled(pair, task, answered, policy)
     _, text = until_stop(pair.target, final, policy.stop_strings)
     outs = [
@@ -160,8 +160,8 @@ def _record(
 def _labelled(
     pair: Pair, task: Task, answered: _Answered, policy: Decoder
 ) -> tuple[list[int], list[Mismatch]]:
-    """Return the response with the harmless accepted tokens, and their labels; it ends where the
-    policy's answer does."""
+    """Return the response that keeps the harmless tokens, and the labels. Labelling stops at the
+    first important token."""
     if not answered.lost:
         label = {"important": None if answered.same is None else False}
         return answered.lenient.tokens, [
@@ -172,7 +172,7 @@ def _labelled(
     for mismatch, out in zip(answered.kept, answered.continued):
         settled = answered.lenient.tokens[: mismatch.position + 1]
         if final[: mismatch.position] != settled[:-1]:
-            break  # a tie of the target's, read in other company
+            break  # the target's top tokens tie, and another batch rounds otherwise
         whole = (settled + out.tokens)[: policy.max_new_tokens]
         response, text = until_stop(pair.target, whole, policy.stop_strings)
         found = task.answer(text, answered.sample)

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: actors, as many as it has room for; nodes may come and go."""
+"""Workers as actors on a Ray cluster. The crew grows with the cluster; nodes may come and go."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from lenience.mining.work import Part, WorkerPlan
 from lenience.mining.worker import Worker
 
 POLL = 0.5
-"""Seconds between looks at whether an actor has been placed."""
+"""Seconds between checks of whether an actor has been placed."""
 REACHED = 5.0
-"""Seconds in which a cluster must answer."""
+"""Seconds within which a cluster must accept a connection."""
 NEEDS_RAY = "needs Ray: pip install 'lenience[ray]'"
 
 
 class RayCrew:
-    """Actors of Ray Core, each with a GPU where the cluster has some and else `plan.threads` cores.
-    One more is always asked for, so that a node that is added gets its own."""
+    """Actors of Ray Core, each with a GPU if the cluster has any, else with `plan.threads` cores.
+    One more actor is always requested, so that an added node gets a worker."""
 
     at_once = False
 
     def __init__(self, plan: WorkerPlan, address: str, most: int | None = None):
-        """`address`: of a cluster, or "local" for one on this machine alone."""
+        """Take `address`: the address of a cluster, or "local" for a cluster on this machine
+        alone."""
         try:
             import ray
         except ImportError:
@@ -59,11 +60,12 @@ class RayCrew:
         return None
 
     def _kill(self, actor: Any) -> None:
-        if self._ray.is_initialized():  # or it would begin a cluster of its own
+        if self._ray.is_initialized():  # otherwise ray.kill would start a new cluster
             self._ray.kill(actor)
 
     def _known(self, ready: Any) -> dict[str, Any]:
-        """Return the identity of an actor that is ready. Raises as `HiredWorker.mine`."""
+        """Return the identity of an actor that is ready. Raises the same errors as
+        `HiredWorker.mine`."""
         try:
             identity: dict[str, Any] = self._ray.get(ready)
             return identity
@@ -80,7 +82,7 @@ class RayCrew:
 
 
 def _reach(address: str) -> None:
-    """Raise InputError where nothing listens at a cluster's address, for which Ray would wait for
+    """Raise InputError if nothing listens at a cluster's address, since Ray would wait for
     minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
@@ -113,7 +115,7 @@ class _Actor:
 
 
 def _meant(error: Exception) -> Exception:
-    """Return the meaning of a Ray error: the worker's own error, or a lost worker."""
+    """Return the error that a Ray error stands for: the worker's own error, or WorkerLost."""
     from ray.exceptions import RayTaskError
 
     cause = getattr(error, "cause", None)

@@ -1,4 +1,4 @@
-"""How often a swap changes the answer where the target goes on by chance: soft labels."""
+"""Soft labels: how often a swap changes the answer when the target continues by sampling."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Swap = tuple[MinedSample, Mismatch]
 
 @dataclass(frozen=True)
 class Resampling:
-    """How swaps are continued by chance."""
+    """Settings of the sampled continuations."""
 
     times: int
-    """Number of continuations of each swap."""
+    """Number of continuations per swap."""
     max_new_tokens: int
     batch_size: int
 
@@ -41,11 +41,12 @@ def resample(
     resampling: Resampling,
     progress: Progress = silent,
 ) -> None:
-    """Continue each swap that changed the answer of one of `samples` at random, and record in
-    RUN/resamples.jsonl whether the answer is the same. Recorded continuations are not repeated.
+    """Sample continuations after each swap that changed the answer of one of `samples`, and record
+    in RUN/resamples.jsonl whether the answer stays the same. Recorded continuations are not
+    repeated.
 
-    A label from one greedy continuation is uncertain, and uncertain labels decide at the strict end
-    of a judge.
+    A label from a single greedy continuation is noisy, and noisy labels dominate at a judge's
+    strict thresholds.
     """
     journal = Journal(folder / "resamples.jsonl")
     journal.resume()
@@ -79,7 +80,7 @@ def resample(
 
 
 def _left(folder: Path, swaps: Sequence[Swap], times: int) -> list[tuple[int, Swap]]:
-    """Return the draws that are still to be made, by their numbers."""
+    """Return the continuations that are still missing, each with its number."""
     done = {(draw.id, draw.position, draw.number) for draw in resamples(folder)}
     return [
         (number, swap)
@@ -95,7 +96,8 @@ def _same(task: Task, text: str, mined: MinedSample, sample: Sample) -> bool:
 
 
 def _important(folder: Path, pair: Pair) -> Iterator[Swap]:
-    """Yield the swaps that changed the answer and after which the target can continue."""
+    """Yield the swaps that changed the answer, except swaps to an EOS, after which the target
+    cannot continue."""
     for mined in mined_samples(Journal(folder / "journal.jsonl")):
         for mismatch in mined.mismatches:
             if mismatch.important and mismatch.draft_token not in pair.target.eos_ids:
@@ -108,16 +110,16 @@ def _swapped(mined: MinedSample, mismatch: Mismatch) -> list[int]:
 
 
 def resamples(folder: Path) -> Iterator[Resample]:
-    """Yield the lines of RUN/resamples.jsonl."""
+    """Yield the records in RUN/resamples.jsonl."""
     journal = Journal(folder / "resamples.jsonl")
     for number, record in journal.numbered():
         yield Resample.read(record, f"{journal.path}, line {number}")
 
 
 def shares_harmless(folder: Path) -> list[float]:
-    """Return, for each labelled mismatch in the journal's order, the share of its continuations
-    that leave the answer unchanged, the greedy one included; 1 for mismatches that were harmless at
-    once. Raises InputError if nothing was resampled."""
+    """Return a soft label for each labelled mismatch, in the journal's order: the share of its
+    continuations, the greedy one included, that leave the answer unchanged. Mismatches that were
+    harmless at once have 1. Raises InputError if nothing was resampled."""
     verdicts: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for draw in resamples(folder):
         if draw.same is not None:

@@ -1,4 +1,4 @@
-"""The search for important tokens, and a mining run that keeps what it finds."""
+"""The search for important tokens, and mining runs that record its results."""
 
 from __future__ import annotations
 
@@ -57,30 +57,32 @@ class MineConfig:
     limit: int | None = None
     """Number of training samples; None for all."""
     max_new_tokens: int | None = None
-    """The length limit of a response; None for the task's own."""
+    """Maximum number of tokens in a response; None for the task's default."""
     batch_size: int = 16
-    """Number of samples searched together."""
+    """Number of samples searched concurrently."""
     first: bool = False
-    """Take the first samples of the split, instead of random ones: what is left for certificates
-    is another kind of prompts where the data are sorted."""
+    """True to take the first samples of the split instead of random samples. If the data are
+    sorted, the prompts left for certificates are then of another kind."""
     seed: int = 0
     """Random seed for choosing samples."""
     resamples: int = 0
-    """Number of further random continuations of each swap that changed the answer."""
+    """Number of sampled continuations of each swap that changed the answer."""
     policy: Decoder | None = None
-    """Whose answers are mined, and not the target's: the tokens that it kept by lenience."""
+    """Decoder whose answers are mined instead of the target's: its leniently accepted tokens are
+    labelled."""
     temperature: float = 0.0
     """Sampling temperature of the target's answers. Above 0, target and draft are drawn with the
     same keys, so a swap is compared under the same noise (AutoJudge, appendix A)."""
     top_k: int | None = None
-    """The truncation of these draws; None for the model's own."""
+    """Truncation when sampling, together with `top_p`; None for the model's own settings."""
     top_p: float | None = None
     draw_seed: int = 0
     """Random seed for sampled mining."""
     drafter: DrafterSpec = DRAFT_MODEL
     """Drafter whose tokens are swapped in."""
     answers_only: bool = False
-    """Write the target's answers without searching them: training data for drafters and trees."""
+    """True to record the target's answers without a search: training data for drafters and
+    trees."""
 
     def __post_init__(self) -> None:
         if self.temperature and (self.policy or self.resamples):
@@ -99,7 +101,7 @@ class MineConfig:
 
     @property
     def searches_with_draft(self) -> bool:
-        """Return whether the draft model's tokens are swapped in."""
+        """Return True if the draft model's tokens are swapped in."""
         return self.drafter == DRAFT_MODEL and not self.answers_only
 
     def _check_drafter(self) -> None:
@@ -118,7 +120,7 @@ class MineConfig:
         check_guesses(self.drafter)
 
     def decoder(self, task: Task) -> Decoder:
-        """Return how the target's own responses are decoded."""
+        """Return the decoder of the target's own responses."""
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "drafter")
         options = {name: getattr(self, name) for name in names} | {
             "seed": self.draw_seed
@@ -143,22 +145,23 @@ class MineConfig:
 
 @dataclass(frozen=True)
 class MinedCounts:
-    """Counts of a journal."""
+    """Counts of a mining journal."""
 
     samples: int
     mismatches: int
     important: int
     abstained: int
-    """Number of mismatches without a label, as the target's own response has no answer."""
+    """Number of mismatches without a label, mainly since the target's own response has no
+    answer."""
     unanswered: int = 0
-    """Number of samples whose own response has no answer."""
+    """Number of samples in which the target's own response has no answer."""
     cut_off: int = 0
-    """Number of these responses that end at the length limit."""
+    """Number of unanswered samples whose response ends at the length limit."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of the search on one prompt."""
+    """Result of the search on a prompt."""
 
     prompt: list[int]
     target_response: list[int]
@@ -166,15 +169,15 @@ class SearchResult:
     final_response: list[int]
     """The response after all harmless swaps."""
     mismatches: list[Mismatch]
-    """Mismatches in order."""
+    """Mismatches in the order of their positions."""
     answer: str | None
-    """The target's own answer, which every other one is compared with."""
+    """Final answer in the target's own response, with which every other answer is compared."""
 
 
 class Miner:
-    """Searches one sample for important tokens (AutoJudge, Garipov 2025, algorithm 1). A swap after
-    which no answer is found is important, as it is not the target's own: so a response that takes
-    the draft's token wherever that is not important has the target's own answer (appendix A)."""
+    """Search for important tokens in one sample (AutoJudge, Garipov 2025, algorithm 1). A swap
+    after which no answer is found counts as important. So a response that takes every unimportant
+    draft token has the target's own answer (appendix A)."""
 
     def __init__(self, task: Task, sample: Sample, target: LM, max_new_tokens: int):
         self.task = task
@@ -183,7 +186,7 @@ class Miner:
         self.max_new_tokens = max_new_tokens
 
     def answer(self, response: list[int]) -> str | None:
-        """Return the final answer in a response."""
+        """Return the final answer in a response; None if there is none."""
         _, text = until_stop(self.target, response, self.task.stop_strings)
         return self.task.answer(text, self.sample)
 
@@ -193,8 +196,8 @@ class Miner:
         return SearchResult(prompt, own, own, [], self.answer(own))
 
     def search(self, prompt: list[int]) -> Dialogue[SearchResult]:
-        """Try each mismatch from left to right, and keep the swaps that leave the answer as it
-        is."""
+        """Try each mismatch from left to right, and keep the swaps that leave the answer
+        unchanged."""
         own = yield self._continue(prompt, [])
         answer = self.answer(own)
         response = own
@@ -233,8 +236,8 @@ class Miner:
         self, prompt: list[int], before: list[int], token: int, answer: str | None
     ) -> Dialogue[tuple[list[int], bool | None]]:
         """Put `token` after `before` and let the target continue. Return the new response, and
-        whether its answer is the same; an empty response and None if there is no answer to compare
-        with."""
+        whether its answer is the same. If there is no answer to compare with, return an empty
+        response and None."""
         if answer is None:
             return [], None
         response = [*before, token]
@@ -254,12 +257,12 @@ class Miner:
     def _continue(self, prompt: list[int], response: list[int]) -> Continue:
         left = self.max_new_tokens - len(response)
         stops = self.task.stop_strings
-        # what goes on beside a slow comparison would depend on how long that takes
+        # searching during a slow comparison would make results depend on its duration
         searches = not self.task.compares_slowly
         return Continue(prompt + response, left, stops, len(prompt), searches=searches)
 
     def _ends(self, response: list[int]) -> bool:
-        """Return whether a response ends with its last token."""
+        """Return True if a response ends with its last token."""
         if response[-1] in self.target.eos_ids or len(response) >= self.max_new_tokens:
             return True
         return completes_stop(self.target, response, self.task.stop_strings)
@@ -301,7 +304,7 @@ def search(
 
 
 def _record(miner: Miner, ended: FinishedDialogue[SearchResult]) -> MinedSample:
-    """Return the journal's record of a search."""
+    """Return the journal record of a search."""
     found = ended.result
     return MinedSample(
         id=miner.sample.id,
@@ -328,10 +331,10 @@ def mine(
 ) -> MinedCounts:
     """Mine a task's training samples into a run folder, and return the counts of its journal.
 
-    A finished sample is in the journal at once and is not mined again; at the end the journal has
-    the task's order. A `crew` of workers may do the search; the journal is then the same. Raises
-    InputError if the folder was made with other models or options, its journal is broken, or memory
-    has no room for the caches.
+    A finished sample is written to the journal at once and is not mined again. At the end the
+    journal is sorted into the task's order. If a `crew` of workers does the search, the journal is
+    the same. Raises InputError if the folder was made with other models or options, its journal is
+    broken, or memory has no room for the KV caches.
     """
     if crew is not None and config.policy is not None:
         raise InputError("workers: cannot be combined with a policy")
@@ -365,7 +368,7 @@ def mine(
 
 
 def _unfinished(journal: Journal, samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples that a journal does not hold, whose torn last line is cut off."""
+    """Return the samples that are missing from a journal, after cutting off a torn last line."""
     journal.resume()
     finished = {mined.id for mined in mined_samples(journal)}
     return [sample for sample in samples if sample.id not in finished]
@@ -409,7 +412,7 @@ def _searched(
     config: MineConfig,
     crew: Crew | None,
 ) -> Iterator[MinedSample]:
-    """Yield the records of samples that are searched here, or by a crew's workers."""
+    """Yield the records of samples, searched in this process or by a crew's workers."""
     if crew is not None and samples:
         return _by_crew(pair, task, crew, _part(samples, decoder, config))
     only = config.answers_only
@@ -417,14 +420,15 @@ def _searched(
 
 
 def _by_crew(pair: Pair, task: Task, crew: Crew, work: Part) -> Iterator[MinedSample]:
-    """Yield the records of a crew's workers as each sample is finished."""
+    """Yield the record of each sample of a crew's workers as it is finished."""
     for record in mined_by(crew, work, identity_of(pair, task)):
         yield MinedSample.read(record, "a worker's record")
 
 
 def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Sample]:
-    """Return the samples that are mined: of random ones, more begin with the fewer; and none that a
-    head whose answers are mined has learned from, as it is surer of those."""
+    """Return the samples to mine. A larger limit extends the random choice of a smaller limit.
+    Samples that the policy's heads were trained on are left out, since a head is too sure of
+    them."""
     if config.limit is not None and config.limit < 1:
         raise InputError(f"limit {config.limit}: must be 1 or more")
     heads = config.policy.heads if config.policy else []

@@ -1,4 +1,4 @@
-"""What mining by several workers hands on, in plain values: they may be on other machines."""
+"""Plain values that the driver sends to workers, which may be on other machines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """Plain values from which a worker makes its pair and its task on any machine."""
+    """Plain values from which a worker on any machine makes its pair and its task."""
 
     pair: dict[str, Any] = field(default_factory=dict)
-    """The arguments of `load_pair`."""
+    """Arguments of `load_pair`."""
     task: dict[str, Any] = field(default_factory=lambda: {"spec": "wordmath"})
-    """The arguments of `load_task`."""
+    """Arguments of `load_task`."""
     threads: int | None = None
     """Number of threads of a worker on a CPU; None for all cores."""
 
@@ -27,7 +27,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """Samples that a worker takes at once."""
+    """A batch of samples that a worker takes at once, with their options."""
 
     ids: list[str]
     decoder: dict[str, Any]
@@ -35,12 +35,13 @@ class Part:
     batch_size: int
     """Number of concurrent searches."""
     answers_only: bool = False
-    """Write the target's answers without a search."""
+    """True to record the target's answers without a search."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def identity_of(pair: Pair, task: Task) -> dict[str, Any]:
-    """Return the identity of a pair and a task as plain values, for another process."""
+    """Return fingerprints of a pair and a task's name and version as plain values, to compare with
+    another process."""
     return {**pair.fingerprints, "task": [task.name, task.version]}

@@ -19,7 +19,7 @@ from lenience.tasks import load_task, take
 
 
 class Worker:
-    """A pair and a task, and the search on them."""
+    """A pair and a task, with the search on their samples."""
 
     def __init__(self, plan: Mapping[str, Any]):
         known = WorkerPlan(**plan)
@@ -30,12 +30,12 @@ class Worker:
         self._samples: dict[str, Any] | None = None
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity of the pair and the task, for the driver."""
+        """Return the identity of the pair and the task, which the driver compares with its own."""
         return identity_of(self.pair, self.task)
 
     def mine(self, part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the journal's records of a part's samples, as each is finished. Raises InputError
-        for an id that the task does not have."""
+        """Yield the journal record of each sample in a part as it is finished. Raises InputError
+        for an id that the task lacks."""
         if self._samples is None:
             self._samples = {
                 sample.id: sample for sample in take(self.task, "train", None)
@@ -61,9 +61,9 @@ class Worker:
 
 
 def serve(asked: TextIO, told: TextIO) -> None:
-    """Run a worker. The first line of `asked` is its plan, each further line a part. `told`
-    receives a line when the worker is ready, one per record, and one at the end of a part. The
-    worker ends with `asked`."""
+    """Run a worker. The first line of `asked` is its plan, and each further line a part. The worker
+    writes a line to `told` when it is ready, one per record, and one at the end of a part. It ends
+    when `asked` ends."""
 
     def tell(**message: Any) -> None:
         told.write(json.dumps(message, separators=(",", ":")) + "\n")
@@ -81,13 +81,13 @@ def serve(asked: TextIO, told: TextIO) -> None:
 
 
 def main() -> None:
-    # what libraries print must not come between the lines
+    # keep output of libraries out of the JSON lines
     told = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
         serve(sys.stdin, told)
     except (BrokenPipeError, KeyboardInterrupt):
-        sys.exit(1)  # the driver is gone, or is told itself
+        sys.exit(1)  # the driver is gone, or was interrupted too
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""LM: a Hugging Face causal language model with its tokenizer, and what it takes and refuses."""
+"""A Hugging Face causal language model with its tokenizer, its states and its checks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from lenience.models.vocabulary import restrict_as_saved, save_whole, vocabulary
 
 T = TypeVar("T")
 CACHE_NAMES = ("past_key_values", "cache")
-"""Parameters by which models take a cache; the first one up to transformers 5.23."""
+"""Parameter names by which models take a cache. Up to transformers 5.23 the name is the first."""
 CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
 """Usual causes of NaN or infinite logits and states."""
 LOADING_ERRORS = (
@@ -55,27 +55,27 @@ LOADING_ERRORS = (
     NotImplementedError,
     struct.error,
 )
-"""Exceptions of from_pretrained, and of its GGUF reader, for a model that cannot be loaded."""
+"""Exceptions that from_pretrained and its GGUF reader raise for a model that cannot be loaded."""
 
 
 @dataclass(frozen=True)
 class States:
-    """Which hidden states a model's passes give; of the layers 1 is the first and -1 the last, and
-    None stands for the final norm."""
+    """Hidden states that a model's passes return. Layer 1 is the first and -1 the last; None is the
+    output of the final norm."""
 
     layers: tuple[int | None, ...] = (None,)
-    """Layers whose states come with the logits, concatenated."""
+    """Layers whose states are returned with the logits, concatenated."""
     features: tuple[int | None, ...] = ()
-    """Layers whose states are kept for all tokens, concatenated, for drafters on the target's
-    features."""
+    """Layers whose states are kept for every token, concatenated, for drafters that use the
+    target's features."""
 
 
 LAST = States()
-"""Those that the LM head reads."""
+"""States that the LM head takes as its input."""
 
 
 class PassCache(Cache):
-    """A cache that also takes the hidden states of the pass that it is given to."""
+    """A cache that also collects the hidden states of the pass that it is handed to."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -85,16 +85,17 @@ class PassCache(Cache):
         self._hidden[layer] = states
 
     def take_hidden(self, states: States = LAST) -> tuple[Tensor, Tensor | None]:
-        """Return the states [m, T, H] of the last pass, and its features [m, T, F] if any."""
+        """Return and clear the states [m, T, H] of the last pass, and its features [m, T, F] if
+        any."""
         given = self._hidden
-        self._hidden = {}  # what nobody asks for must not stay
+        self._hidden = {}  # states that nobody requests must not stay in memory
         hidden = _side_by_side([given[layer] for layer in states.layers])
         features = [given[layer].to(hidden.device) for layer in states.features]
         return hidden, torch.cat(features, -1) if features else None
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Return [m, T, H] each → one, on the last one's device."""
+    """Concatenate states [m, T, H] along H, on the device of the last one."""
     last = parts[-1]
     return (
         last
@@ -104,8 +105,8 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _hand_over(layer: int | None) -> Callable[..., None]:
-    """Return a hook that puts a module's output into the PassCache among its arguments, if there is
-    one."""
+    """Return a forward hook that stores a module's output in the PassCache among the module's
+    arguments, if there is one."""
 
     def hook(
         _module: torch.nn.Module,
@@ -122,35 +123,35 @@ def _hand_over(layer: int | None) -> Callable[..., None]:
 
 
 class Backend(Protocol):
-    """A way to read a model other than through its own forward, see `lenience.models.compile`; it
-    gives the states that the LM head reads, or others."""
+    """A forward pass that replaces the model's own, see `lenience.models.compile`. It returns the
+    states that the LM head takes, or other states."""
 
     shares_layers: bool
-    """True if a model of some of the layers can read in the same memory, if it is read through such
+    """True if a model that consists of some of the layers can use the same cache memory, given such
     a backend too."""
     makes_others: bool
-    """True if it exports graphs that return other states, where there are none yet."""
+    """True if the backend exports missing graphs for other states."""
 
     def cache(self, lm: LM, rows: int, capacity: int) -> Any:
-        """Make a cache, or take over one that no session uses any more: a
+        """Create a cache, or reuse the cache of a closed session: a
         `lenience.models.kv_cache.RowCache`."""
         ...
 
     def giving(self, lm: LM, states: States) -> Backend | None:
-        """Return the same way to other states; None where there is none."""
+        """Return a backend of the same kind that returns other states; None if there is none."""
         ...
 
     def for_trees(self, lm: LM) -> Backend | None:
-        """Return a backend with the same states for trees of tokens; None if there is none."""
+        """Return a backend with the same states that also reads trees of tokens; None if there is
+        none."""
         ...
 
     def has_spare(self, rows: int, capacity: int) -> bool:
-        """Return whether the next session can take over a cache, so that no memory is needed for
-        it."""
+        """Return True if the next session can reuse a cache and needs no new memory."""
         ...
 
     def drop_spare(self, rows: int, capacity: int) -> None:
-        """Forget a kept cache that the next session cannot take over."""
+        """Drop a kept cache that the next session cannot reuse."""
         ...
 
 
@@ -171,11 +172,11 @@ class LM:
         self.embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
         _refuse_unless_rollable(model, f"{role} {name!r}")
         self.lock = threading.RLock()
-        """Held while something is found out about the model or it is exported."""
+        """Lock held during checks of the model, its export, and its registration of hooks."""
         self.chat = Chat()
         """Chat template settings for text and messages."""
         self.backend: Backend | None = None
-        """The way it is read in place of its own forward, see lenience.models.compile."""
+        """Forward pass in use instead of the model's own, see lenience.models.compile."""
         self._known: dict[Hashable, Any] = {}
         self._captured_layers: set[int] = set()
         head = cast(torch.nn.Linear | None, model.get_output_embeddings())
@@ -190,8 +191,8 @@ class LM:
         )
 
     def check_states(self) -> None:
-        """Raise InputError if the LM head reads other states than the decoder returns, as heads
-        would then learn from other states; tried once."""
+        """Raise InputError if the model transforms its states before the LM head, since heads would
+        be trained on other states. The check runs once per model."""
         if not self.once("states", self._try_states):
             raise InputError(
                 f"{self.role} {self.name!r}: {type(self.model).__name__} transforms "
@@ -219,12 +220,12 @@ class LM:
         )
 
     def use(self, backend: Backend | None) -> None:
-        """Read the model through another way than its own forward from now on; None for its own."""
+        """Use a backend for all passes from now on; None for the model's own forward pass."""
         self.backend = backend
 
     def backend_for(self, states: States, trees: bool = False) -> Backend | None:
-        """Return the backend for these states, and perhaps for trees of tokens; None for the
-        model's own forward."""
+        """Return the backend for these states, with `trees` for trees of tokens; None for the
+        model's own forward pass."""
         backend = self.backend
         if backend is not None and states != LAST:
             whole = backend
@@ -237,7 +238,7 @@ class LM:
         return backend
 
     def once(self, what: Hashable, find: Callable[[], T]) -> T:
-        """Find something out about the model the first time it is asked, and remember it."""
+        """Return `find()`, called at the first request for the key `what` and remembered."""
         with self.lock:
             if what not in self._known:
                 self._known[what] = find()
@@ -248,8 +249,8 @@ class LM:
         cls, source: str, role: str, options: Mapping[str, Any], name: str | None = None
     ) -> LM:
         """Load a Hub name, a local folder or a GGUF file (see `gguf`), shown as `name` if given.
-        Of the options `dtype` and `device` are taken, the others reach the model's
-        from_pretrained. Raises InputError if it cannot be loaded."""
+        `options` holds `dtype`, `device` and further arguments of the model's from_pretrained.
+        Raises InputError if the model cannot be loaded."""
         kwargs = dict(options)
         dtype = kwargs.pop("dtype")
         device = kwargs.pop("device")
@@ -293,8 +294,8 @@ class LM:
         return int(self.model.config.get_text_config().num_hidden_layers)
 
     def blocks(self, model: torch.nn.Module | None = None) -> torch.nn.ModuleList:
-        """Return the model's layers, or those of another `model` of the same kind; empty if they
-        cannot be identified."""
+        """Return the layers of the model, or of another `model` with as many layers. The list is
+        empty if they cannot be identified."""
         parts = (model or self.model).modules()
         lists = [part for part in parts if isinstance(part, torch.nn.ModuleList)]
         return next(
@@ -305,8 +306,8 @@ class LM:
     def block(
         self, layer: int, model: torch.nn.Module | None = None
     ) -> torch.nn.Module:
-        """Return one of the model's layers, 1 the first and -1 the last, or that of another `model`
-        of the same kind. Raises InputError where there is none."""
+        """Return a layer of the model, or of another `model` with as many layers; 1 is the first
+        and -1 the last. Raises InputError if there is no such layer."""
         blocks = self.blocks(model)
         if not 1 <= abs(layer) <= len(blocks):
             has = f"{self.role} {self.name!r} has {len(blocks)}, 1 the first and -1 the last"
@@ -314,7 +315,7 @@ class LM:
         return blocks[layer - (layer > 0)]
 
     def capture(self, states: States) -> None:
-        """Hand these states to the PassCache of each pass from now on. Raises InputError if there
+        """Store these states in the PassCache of each pass from now on. Raises InputError if there
         is no such layer."""
         for layer in (*states.layers, *states.features):
             if layer is not None:
@@ -333,7 +334,7 @@ class LM:
 
     @property
     def dtype(self) -> str:
-        """Return the dtype of the weights, as users name it."""
+        """Return the name of the weights' dtype, such as float32."""
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
@@ -342,7 +343,7 @@ class LM:
         return cast(torch.nn.Linear, self.model.get_output_embeddings()).weight
 
     def generation_settings(self) -> dict[str, Any]:
-        """Return the settings of the model's generation_config that are not defaults, as JSON."""
+        """Return the non-default settings of the model's generation_config as JSON values."""
         config = self.model.generation_config
         settings = {} if config is None else config.to_diff_dict()
         plain = {}
@@ -354,21 +355,22 @@ class LM:
 
     @cached_property
     def context_length(self) -> int | None:
-        """Return how many tokens the model can hold; None where its configuration sets no limit."""
+        """Return the maximum number of tokens in the model's context; None if its configuration
+        sets no limit."""
         config = self.model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
         return positions or getattr(config, "n_positions", None)
 
     @cached_property
     def vocab_size(self) -> int:
-        """Return the number of rows of the input embedding: ids from here on cannot be read."""
+        """Return the number of rows V of the input embedding. Valid token ids are below V."""
         return self.embedding.weight.shape[0]
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Return tokens that end a response: those of generation_config, or the tokenizer's EOS if
-        it lists none. With a chat template the tokenizer's EOS and the token that ends a turn are
-        added, with a warning, as answers would otherwise run on through further turns."""
+        """Return the tokens that end a response: those of generation_config, or the tokenizer's EOS
+        if it lists none. With a chat template the tokenizer's EOS and the end-of-turn token are
+        added, with a warning, since answers would otherwise run on into further turns."""
         config = self.model.generation_config
         listed = config.eos_token_id if config else None
         own = self.tokenizer.eos_token_id
@@ -393,7 +395,8 @@ class LM:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a hash that identifies the weights in whatever dtype they are loaded."""
+        """Return a hash that identifies the weights, independent of the dtype they are loaded
+        in."""
         return weights_fingerprint(self.model.state_dict())
 
     @cached_property
@@ -402,15 +405,14 @@ class LM:
 
     @cached_property
     def reads_inputs(self) -> bool:
-        """Return True if the model reads each token with a state made from the token before, see
-        `Forward`."""
+        """Return True if the model takes a state along with each token, see `Forward.inputs`."""
         return "inputs" in inspect.signature(self.model.forward).parameters
 
     @cached_property
     def rope_switch(self) -> int | None:
-        """Return the length beyond which a pass rotates all its tokens by other factors (longrope);
-        None for a model without such a length. A window that reaches beyond it is read otherwise
-        than its tokens one by one."""
+        """Return the length beyond which a pass uses other rotary factors for all its tokens
+        (longrope); None for a model without such a length. For a window that reaches beyond it, one
+        pass and token-by-token passes differ."""
         config: Any = self.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
         for settings in (
@@ -429,15 +431,15 @@ class LM:
 
     @cached_property
     def restarts_at_switch(self) -> bool:
-        """True if `transformers` recomputes a text that grows beyond `rope_switch`, as for Phi-3;
-        otherwise the cached keys keep their rotation."""
+        """True if `transformers` recomputes the cache once a text grows beyond `rope_switch`, as
+        for Phi-3. For other models the cached keys keep their rotation."""
         own = type(self.model).prepare_inputs_for_generation
         has_length = hasattr(self.model.config, "original_max_position_embeddings")
         return has_length and own is not GenerationMixin.prepare_inputs_for_generation
 
     @cached_property
     def reads_rows_apart(self) -> bool:
-        """Return True if a row's output depends on the rows batched with it, so that rows are read
+        """Return True if a row's output depends on the rows batched with it, so that rows must run
         one by one."""
         config: Any = self.model.config.get_text_config()
         rope = str(
@@ -456,8 +458,8 @@ class LM:
         )
 
     def masks(self, at: Tensor, keys: Tensor) -> dict[str, Tensor]:
-        """Return, for each kind of layer, which of the keys at positions `keys` [m, K] (or [K])
-        each query at positions `at` [m, T] sees: [m, 1, T, K] bool."""
+        """Return, for each kind of layer, the attention mask [m, 1, T, K] bool of queries at
+        positions `at` [m, T] over keys at positions `keys` [m, K] or [K]."""
         config: Any = self.model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
@@ -470,16 +472,16 @@ class LM:
 
     @property
     def chats(self) -> bool:
-        """Return whether text and messages go through a chat template."""
+        """Return True if text and messages go through a chat template."""
         return self.chat.template_of(self.tokenizer) is not None
 
     def encode(self, prompt: Prompt, any_length: bool = False) -> list[int]:
         """Return the token ids of a prompt.
 
-        Ids are returned as they are, also from a tensor, an array or a tokenizer's output for one
+        Ids are returned unchanged, also from a tensor, an array or a tokenizer's output for one
         text. Text and messages go through the chat template if there is one. Raises InputError for
-        an empty prompt, ids out of range, messages without a template, words that the vocabulary
-        lacks and, unless `any_length`, a prompt that leaves no room in the context.
+        an empty prompt, ids out of range, messages without a template and words that the vocabulary
+        lacks. Raises TooLong, unless `any_length`, for a prompt that leaves no room in the context.
         """
         prompt = plain(prompt)
         refuse_unusable(prompt)
@@ -517,12 +519,13 @@ class LM:
         return ids
 
     def tokenize(self, text: str, **options: Any) -> Any:
-        """Return the token ids of a text. Raises InputError for words that the vocabulary lacks."""
+        """Return the tokenizer's output for a text. Raises InputError for words that the vocabulary
+        lacks."""
         return tokenize(self.tokenizer, self.name, text, **options)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Return the text of tokens. `special` ones are included or left out, and so is an EOS at
-        the end that is no special token of the tokenizer."""
+        """Return the text of tokens. Special tokens are left out unless `special`, and so is a
+        final EOS that the tokenizer does not list as special."""
         if not special and len(ids) and ids[-1] in self.eos_ids:
             ids = ids[:-1]
         return cast(
@@ -530,7 +533,8 @@ class LM:
         )
 
     def token_mask(self, pattern: str) -> Tensor:
-        """Return [V] bool: in which tokens' texts a regular expression is found; found out once."""
+        """Return [V] bool: True for tokens whose text matches a regular expression anywhere.
+        Computed once per pattern."""
         return self.once(
             ("tokens", pattern),
             lambda: tokens_with(self.tokenizer, pattern, self.vocab_size).to(
@@ -542,12 +546,12 @@ class LM:
 def tokenize(
     tokenizer: PreTrainedTokenizerBase, name: str, text: str | list[str], **options: Any
 ) -> Any:
-    """Return a tokenizer's output for a text, or for several. Raises InputError for words that the
+    """Return a tokenizer's output for one text or several. Raises InputError for words that the
     vocabulary lacks."""
     try:
         return tokenizer(text, **options)
     except Exception as error:
-        # a WordLevel vocabulary without an unknown token says only that it has none
+        # the error of a WordLevel vocabulary without an unknown token does not name the word
         known = tokenizer.get_vocab()
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not backend.pre_tokenizer:
@@ -566,7 +570,7 @@ def tokenize(
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Keep transformers from drawing a bar for each file of weights; downloads have their own."""
+    """Silence transformers' progress bar for loading weights; downloads keep their bars."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -582,8 +586,8 @@ def save_model(
     folder: Path,
     others: Tensor | None = None,
 ) -> None:
-    """Save a model and its tokenizer as `transformers` does. A model with a draft vocabulary is
-    saved with a whole LM head, whose other rows are those of `others` [V, H]."""
+    """Save a model and its tokenizer in the format of `transformers`. A model with a draft
+    vocabulary is saved with a whole LM head, which takes its missing rows from `others` [V, H]."""
     with without_bars():
         if vocabulary_of(model) is None:
             model.save_pretrained(folder)
@@ -612,7 +616,8 @@ def _check_placement(dtype: object, device: object) -> None:
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a Hub name or local folder. Raises InputError where there is none."""
+    """Return the tokenizer of a Hub name, local folder or GGUF file. Raises InputError if it cannot
+    be loaded."""
     try:
         file: dict[str, str] = {}
         if gguf.is_named(source):
@@ -628,7 +633,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 
 
 def cache_argument(model: torch.nn.Module, cache: Cache) -> dict[str, Cache]:
-    """Return the argument that hands a cache to a model: `past_key_values`, or `cache` from
+    """Return the keyword argument that hands a cache to a model: `past_key_values`, or `cache` from
     transformers 5.24 on."""
     return {_cache_name(cast(Hashable, type(model))) or CACHE_NAMES[0]: cache}
 
@@ -640,8 +645,8 @@ def _cache_name(kind: Any) -> str | None:
 
 
 def _caps_attention(source: str, options: Mapping[str, Any]) -> bool:
-    """Return whether a model caps its attention scores, which some versions of transformers leave
-    out where they are not computed plainly."""
+    """Return True if a model caps its attention scores (softcapping). Some versions of transformers
+    ignore the cap unless attention is eager."""
     config = AutoConfig.from_pretrained(source, **options).get_text_config()
     return getattr(config, "attn_logit_softcapping", None) is not None
 
@@ -657,7 +662,7 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
             type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers
         )
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
-        rollable = False  # a configuration that it cannot lay out
+        rollable = False  # transformers cannot build a cache for it
     stateful = getattr(model, "_is_stateful", False)
     if config.is_encoder_decoder or not takes_cache or stateful or not rollable:
         raise InputError(

@@ -1,4 +1,4 @@
-"""What KV caches take, and whether memory has room for them."""
+"""Memory that KV caches need, checked against the free memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lenience.models.lm import LAST, LM, States
 from lenience.models.session import Session
 
 MASK_BYTES = 6
-"""Bytes of an entry of a tree's mask while it is built, for any kind of attention."""
+"""Bytes per entry of a tree's mask while it is built, for any kind of attention."""
 
 
 def token_bytes(lm: LM, states: States = LAST) -> dict[torch.device, int]:
-    """Return the bytes of one token in the KV cache, features included, per device; computed once
-    for a model and backend."""
+    """Return the bytes per token in the KV cache, features included, for each device. Computed once
+    per model, kind of backend and features."""
     way = type(lm.backend).__name__
 
     def find() -> dict[torch.device, int]:
@@ -29,16 +29,16 @@ def token_bytes(lm: LM, states: States = LAST) -> dict[torch.device, int]:
 def check_memory(
     caches: Iterable[tuple[LM, States, int]], rows: int, nodes: int = 0
 ) -> None:
-    """Raise InputError if the caches of `rows` rows, and the masks of trees of `nodes` tokens,
-    would not fit into the free memory. `caches` holds each model with its states and the number of
-    tokens of a row."""
+    """Raise InputError if the KV caches of `rows` rows and the masks of trees of `nodes` tokens
+    exceed the free memory. `caches` holds each model with its states and its number of tokens per
+    row."""
     need: dict[torch.device, int] = {}
     for lm, states, capacity in caches:
         need[lm.device] = need.get(lm.device, 0) + MASK_BYTES * nodes * capacity
         if lm.backend is not None:
             lm.backend.drop_spare(rows, capacity)
             if lm.backend.has_spare(rows, capacity):
-                continue  # it is there already
+                continue  # the cache exists already
         for device, size in token_bytes(lm, states).items():
             need[device] = need.get(device, 0) + size * (capacity + 1)
     for device, size in need.items():
@@ -75,7 +75,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _allowed() -> int:
-    """Return how much memory this process may take at all."""
+    """Return the process's limit on memory in bytes."""
     try:
         import resource
     except ImportError:  # not on every system

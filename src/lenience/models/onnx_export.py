@@ -1,9 +1,9 @@
 """A model's forward pass as a graph for ONNX Runtime.
 
-The graph takes the cached keys and values as they lie, at full capacity, and gives the new ones
-back: attention scores are taken over both without joining them, so nothing is copied, and the mask
-says what of the cache is real. A draft's graph can go on by itself: a loop in it reads the most
-probable token after each pass.
+The graph takes the cached keys and values in place, at full capacity, and returns the new ones.
+Attention scores are computed over both without concatenating them, so no keys are copied; the mask
+excludes unused columns of the cache. A draft's graph can continue by itself: a loop in the graph
+reads the most probable token after each pass.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ _TRACING = threading.RLock()
 def export_graph(
     lm: LM, path: Path, states: States = LAST, trees: bool = False
 ) -> None:
-    """Export a model's forward pass into a file, in some seconds. A copy on the same weights is
-    traced, so that the model can decode meanwhile.
+    """Export a model's forward pass into a file, which takes some seconds. A copy that shares the
+    weights is traced, so that the model can decode meanwhile.
 
-    Inputs: ids [m, T], the first pads [m] of which are padding, after cached [m] tokens, whose
-    states are in past_0 …, each [m, H, C, D]; kept [S], the indices of the T tokens whose logits
-    are returned. Outputs: logits [m, S, V], hidden [m, S, H], features [m, T, F] if any, and the
-    new states new_0 …, each [m, H, T, D].
+    Inputs: ids [m, T], of which the first pads [m] are padding; cached [m], the number of cached
+    tokens; past_0 …, the cached states, each [m, H, C, D]; kept [S], the indices of the T tokens
+    whose logits are returned. Outputs: logits [m, S, V], hidden [m, S, H], features [m, T, F] if
+    any, and the new states new_0 …, each [m, H, T, D].
 
     A draft's graph without features also takes steps [N], the numbers from 0 on, and reads N
-    further tokens, each the most probable after the one before. It also returns step_logits [N, m,
+    further tokens, each the most probable after its predecessor. It also returns step_logits [N, m,
     V] and step_hidden [N, m, H], and its new states are [m, H, T + N, D].
 
-    A model that `reads_inputs` also takes inputs [m, T, H], and each step of its loop its own last
-    states.
+    The graph of a model that `reads_inputs` also takes inputs [m, T, H]; each step of its loop
+    takes the last states of the step before.
 
-    The file holds the graph alone. It refers to each weight by its name in the model, and ONNX
-    Runtime receives the weights when the file is loaded.
+    The file holds the graph alone. The graph refers to each weight by its name in the model, and
+    ONNX Runtime receives the weights when the file is loaded.
 
     A graph for `trees` takes, in place of pads and cached, the positions at [m, T] of the tokens,
     the positions keys [m, C + T] of cached and new tokens, and related [m, T, C + T], which is
-    False for keys of another branch.
+    False for keys on another branch.
     """
     with _TRACING, torch.no_grad(), _quiet():
         loops = lm.role == "draft" and not states.features
@@ -70,8 +70,8 @@ def export_graph(
 
 
 Traced = dict[str, tuple[Any, Any]]
-"""The arguments of a module that is traced: each one's value, and which of its dimensions vary; a
-list of values that have names of their own stands under these, joined by commas."""
+"""Arguments of a traced module: the value of each argument, and its dimensions that vary. A list of
+values with separate names has these names as its key, joined by commas."""
 
 
 def _plain_graph(lm: LM, states: States) -> ir.Model:
@@ -105,7 +105,7 @@ def _tree_graph(lm: LM, states: States) -> ir.Model:
 
 
 def _looping_graph(lm: LM, states: States) -> ir.Model:
-    """Return the first pass, and behind it a loop whose body is a step."""
+    """Return the graph of the first pass, followed by a loop whose body reads one token."""
     first = _First(lm, states)
     arguments = _arguments(lm, loops=True)
     past, past_varies = arguments["past"]
@@ -131,7 +131,7 @@ def _looping_graph(lm: LM, states: States) -> ir.Model:
 
 
 def _arguments(lm: LM, loops: bool) -> Traced:
-    """Return the arguments that the first pass is traced with."""
+    """Return the arguments with which the first pass is traced."""
     layers, heads, size = _cache_shape(lm)
     past = [torch.randn(2, heads, 32, size) for _ in range(2 * layers)]
     return {
@@ -145,14 +145,15 @@ def _arguments(lm: LM, loops: bool) -> Traced:
 
 
 def _inputs(lm: LM) -> tuple[Any, Any]:
-    """Return the traced argument of a model that reads inputs."""
+    """Return the traced argument `inputs` of a model that reads inputs; None, None for other
+    models."""
     if not lm.reads_inputs:
         return None, None
     return torch.randn(2, 5, lm.hidden_size), {0: "m", 1: "T"}
 
 
 class _Twin(torch.nn.Module):
-    """A model on the same weights as another, with the attention of the graph, to be traced."""
+    """A model that shares another model's weights, with the graph's attention, to be traced."""
 
     def __init__(self, lm: LM, states: States):
         super().__init__()
@@ -188,7 +189,7 @@ class _Twin(torch.nn.Module):
         layers: list[_Layer],
         inputs: Tensor | None = None,
     ) -> tuple[Any, ...]:
-        """Return logits, hidden states, perhaps features, and the new keys and values of `ids` [m,
+        """Return logits, hidden states, features if any, and the new keys and values of `ids` [m,
         T]."""
         self.attention.past = past
         masks = sight.masks(self.lm)
@@ -218,7 +219,7 @@ class _Twin(torch.nn.Module):
     ) -> Tensor:
         if layer is None and inputs is None:
             return self.caught["head"]
-        # a layer, or a decoder whose norm belongs to its head, gives those of all tokens
+        # a layer, or a decoder whose norm belongs to its head, returns states of all tokens
         hidden = self.caught[layer]
         return hidden[:, -kept:] if isinstance(kept, int) else hidden[:, kept]
 
@@ -234,8 +235,8 @@ class _First(_Twin):
         inputs: Tensor | None,
     ) -> tuple[Any, ...]:
         """Return the first pass and, with `steps` [N], the start of the loop: the new states with
-        room for N more, the most probable token [m], its position [m], and the positions [m, C + T
-        + N] of all states."""
+        room for N more, the next position [m], the positions [m, C + T + N] of all states, the most
+        probable token [m], and the last hidden states [m, H] if the model reads inputs."""
         pads, cached = where
         at, padding = positions(ids, pads, cached)
         columns = torch.arange(past[0].shape[2])
@@ -283,8 +284,9 @@ class _Step(_Twin):
         near: list[Tensor],
         past: list[Tensor],
     ) -> tuple[Any, ...]:
-        """Return a pass of the loop: the token after `said` [m], which a model that reads inputs
-        reads with its state [m, H], and `near` with its states filled in."""
+        """Return a pass of the loop over the tokens in `said` [m]; a model that reads inputs finds
+        its states [m, H] there too. The result is the next token, its state if any, the states
+        `near` with the new ones filled in, logits and hidden states."""
         (token, *state), (after, places) = said, where
         at = (after + i)[:, None]  # [m, 1]
         here = (places[:, past[0].shape[2] :] == at)[:, None, :, None]  # [m, 1, K, 1]
@@ -303,8 +305,8 @@ class _Step(_Twin):
 
 
 class _Layer(CacheLayerMixin):
-    """Hands the new keys and values on, in a loop among the `near` ones at the place `here`, and
-    keeps them for the graph's output."""
+    """Keys and values of a layer during tracing. In a loop the new ones are written into `near`
+    where `here` is True. They are kept for the graph's output."""
 
     is_sliding = False
 
@@ -339,7 +341,7 @@ class _Layer(CacheLayerMixin):
 
 
 def _on_same_weights(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """Return another model on the weights of one, with another attention."""
+    """Return a model that shares another model's weights, with a different attention function."""
     make = getattr(model, "with_attention", None)
     if make:
         return cast(PreTrainedModel, make(attention))
@@ -357,11 +359,11 @@ def _on_same_weights(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 
 class _Attention:
-    """Attention over cached states as they lie and the new ones, as `transformers` calls it."""
+    """Attention over cached states in place and the new states, with the signature of
+    `transformers`."""
 
     past: Sequence[Tensor] = ()
-    """The cached keys and values of the pass that is being traced, each [m, H, C, D], two a
-    layer."""
+    """Cached keys and values of the pass that is being traced, each [m, H, C, D], two per layer."""
 
     def __call__(
         self,
@@ -373,8 +375,8 @@ class _Attention:
         **options: Any,
     ) -> tuple[Tensor, None]:
         """Return attention of `query` [m, G · H, T, D] over the cached and the given `key` and
-        `value` [m, H, T, D]. The G heads that share a key are read as more queries, so that keys
-        need no copies."""
+        `value` [m, H, T, D]. The G heads that share a key are treated as further queries, so that
+        no keys are copied."""
         scaling = options.get("scaling")
         softcap = options.get("softcap")
         layer = cast(int, module.layer_idx)
@@ -405,8 +407,8 @@ class _Attention:
 
 
 def _cache_shape(lm: LM) -> tuple[int, int, int]:
-    """Return layers, heads and head size of the keys and values. Raises ValueError where they
-    differ among layers."""
+    """Return the number of layers, the number of heads and the head size of keys and values. Raises
+    ValueError if layers differ."""
     with torch.inference_mode():
         layers = lm.model(
             torch.zeros(1, 1, dtype=torch.long), use_cache=True
@@ -483,7 +485,8 @@ def _made_by(value: ir.Value | None) -> str:
 
 
 def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
-    """Append a loop to a graph, with the graph of a step as its body; they share common inputs."""
+    """Append a loop to a graph, with the graph of a step as its body. Both share their common
+    inputs."""
     goes_round = ("token", "near_", "state")
     carried = [value for value in step.inputs if str(value.name).startswith(goes_round)]
     _share(graph, step, carried)
@@ -509,8 +512,8 @@ def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
 
 
 def _share(graph: ir.Graph, step: ir.Graph, carried: list[ir.Value]) -> None:
-    """Let a step use the surrounding graph's inputs, outputs and weights by name, and its constants
-    by content."""
+    """Let a step use the outer graph's inputs, outputs and weights, matched by name, and its
+    constants, matched by content."""
     outside = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     outside |= {
         name: value for name, value in graph.initializers.items() if _is_weight(value)
@@ -523,7 +526,7 @@ def _share(graph: ir.Graph, step: ir.Graph, carried: list[ir.Value]) -> None:
     for value in (
         *step.inputs[2:],
         *step.initializers.values(),
-    ):  # the first are i and token
+    ):  # the first two are i and token
         if value in carried:
             continue
         if value.is_graph_input() or _is_weight(value):
@@ -566,8 +569,8 @@ def _loop_body(step: ir.Graph, carried: list[ir.Value]) -> ir.Graph:
 
 
 def _name_weights(graph: ir.Graph, model: PreTrainedModel) -> None:
-    """Let each weight of the model stand in the graph by its name alone, without a value, so that
-    nothing is computed from a weight's value before the graph is loaded."""
+    """Name each weight in the graph as in the model, and drop its value, so that no constant is
+    computed from a weight before the graph is loaded."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     for value in list(graph.initializers.values()):
         # the twin holds the model as `model`
@@ -597,7 +600,7 @@ def _refer_to_weights(graph: ir.Graph, model: PreTrainedModel) -> None:
 
 
 def _leave_out_comments(model: ir.Model) -> None:
-    """Drop the exporter's notes, nine tenths of a graph without weights."""
+    """Drop the exporter's notes, which are nine tenths of a graph without weights."""
     graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
@@ -610,12 +613,12 @@ def _leave_out_comments(model: ir.Model) -> None:
 
 
 def _is_weight(value: ir.Value) -> bool:
-    """True if a constant stands in the graph by its name alone."""
+    """True if a constant of the graph has a name but no value."""
     return value.const_value is None
 
 
 def _content(value: ir.Value) -> Any:
-    """Return a key that constants of the same content share."""
+    """Return a key that is equal for constants with equal content."""
     assert value.const_value is not None
     array = value.const_value.numpy()
     return array.dtype, array.shape, array.tobytes()
@@ -623,7 +626,7 @@ def _content(value: ir.Value) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the exporter's log lines about its own workings."""
+    """Silence the exporter's log lines and warnings."""
     loggers = list(map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir")))
     levels = [logger.level for logger in loggers]
     try:

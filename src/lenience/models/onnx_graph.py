@@ -1,4 +1,4 @@
-"""An exported forward pass, and the cache that it reads."""
+"""An exported forward pass, and its KV cache."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from lenience.models.lm import LAST, LM, States
 from lenience.models.threads import cores
 
 FIRST_CAPACITY = 160
-"""Number of tokens that a row of a new cache holds before it grows."""
+"""Number of tokens per row in a new cache, before it grows."""
 KEPT_CALLS = 16
 LARGEST_KEPT_CALL = 1 << 20
-"""Limits of the call shapes that a cache keeps bound: their number, and the numbers in each."""
+"""Limits on the bound calls that a cache keeps: their number, and the numbers in each call's
+outputs."""
 SPARE_MEMORIES = 4
 LARGEST_SPARE = 1 << 23
-"""Limits of the memories that a graph keeps for later caches, whose pages need not be allocated
-again: their number, and the numbers in each."""
+"""Limits on the memories that a graph keeps for later caches, which saves allocating pages: their
+number, and the numbers in each memory."""
 LARGEST_SCORES = 1 << 24
-"""Number of attention scores that a layer may take at once; longer reads are made in parts."""
+"""Maximum number of attention scores per layer in a pass. Larger passes are split."""
 
 
 @dataclass(frozen=True)
 class GraphFinder:
-    """Finds the other graphs of a model, and perhaps makes them."""
+    """Functions that find a model's other graphs, and export them if allowed."""
 
     giving: Callable[[LM, States], Graph | None]
-    """One that gives other states."""
+    """Function that returns a graph with other states."""
     for_trees: Callable[[LM, Graph], Graph | None]
-    """One that reads trees, beside the graph of chains."""
+    """Function that returns a graph for trees, given the graph for chains."""
     makes: bool
 
 
 def load(
     path: Path, lm: LM, others: GraphFinder | None = None, keep: bool = False
 ) -> Graph:
-    """Load the graph in a file, with the weights of `lm`. A file that is no such graph is deleted
-    unless `keep`; raises whatever ONNX Runtime raises."""
+    """Load the graph in a file, with the weights of `lm`. A file that is not such a graph is
+    deleted unless `keep`. Raises whatever ONNX Runtime raises."""
     import onnxruntime
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
@@ -61,8 +62,8 @@ def load(
 
 
 def weights_of(lm: LM, path: Path) -> dict[str, NDArray[Any]]:
-    """Return the weights that the graph in a file leaves out, by their names there. Raises KeyError
-    if the model has no such weight."""
+    """Return the weights that a graph file leaves out, keyed by name. Raises KeyError if the model
+    lacks a weight or its shape differs."""
     import onnx
 
     graph = onnx.load(str(path), load_external_data=False).graph
@@ -79,7 +80,7 @@ def weights_of(lm: LM, path: Path) -> dict[str, NDArray[Any]]:
 
 
 class Graph:
-    """An exported forward pass, loaded: the backend of exported graphs."""
+    """A loaded exported forward pass: the backend of exported graphs."""
 
     shares_layers = True
 
@@ -95,7 +96,7 @@ class Graph:
         options.use_per_session_threads = False
         values = list(map(onnxruntime.OrtValue.ortvalue_from_numpy, weights.values()))
         options.add_external_initializers(list(weights), values)
-        self._weights = values  # the session reads them where they lie
+        self._weights = values  # the session uses their memory
         providers = ["CPUExecutionProvider"]
         self.session = onnxruntime.InferenceSession(
             str(path), options, providers=providers
@@ -118,7 +119,7 @@ class Graph:
         self._others = others
         self.makes_others = bool(others and others.makes)
         self.trees: Graph | None = None
-        """Backend that reads trees, once requested."""
+        """Graph that reads trees, once requested."""
         self._spare: dict[tuple[int, int], _Memory] = {}
 
     def giving(self, lm: LM, states: States) -> Graph | None:
@@ -139,7 +140,7 @@ class Graph:
         return GraphCache(lm, self, _Store(self, rows, capacity))
 
     def memory(self, rows: int, capacity: int) -> _Memory:
-        """Return an empty one, which may have been another cache's."""
+        """Return a zeroed memory, reused from another cache if possible."""
         spare = self._spare.pop((rows, capacity), None)
         if spare is None:
             return _Memory.of(self, rows, capacity)
@@ -147,7 +148,7 @@ class Graph:
         return spare
 
     def keep(self, memory: _Memory) -> None:
-        """Keep a cache's unused memory for another cache."""
+        """Keep a cache's unused memory for a later cache."""
         if memory.states.numel() > LARGEST_SPARE:
             return
         self._spare[memory.states.shape[1], memory.capacity] = memory
@@ -157,8 +158,8 @@ class Graph:
 
 @cache
 def _share_threads() -> None:
-    """Share one thread pool among all graphs: the target's threads wait by spinning and would take
-    the cores from the draft."""
+    """Share one thread pool among all graphs. The target's threads wait by spinning, and with
+    separate pools would take the cores from the draft."""
     import onnxruntime
 
     onnxruntime.set_global_thread_pool_sizes(cores(), 1)
@@ -166,19 +167,18 @@ def _share_threads() -> None:
 
 @dataclass(eq=False)
 class _Memory:
-    """Buffers of a cache of a capacity, and the calls bound to them."""
+    """State buffers of a cache at one capacity, and the calls bound to them."""
 
     states: Tensor
-    """[2 · layers, rows, H, C, D]"""
+    """[2 · layers, rows, H, C, D]: keys and values of each layer."""
     features: Tensor
-    """[rows, C, F]"""
+    """[rows, C, F]: features of each token."""
     calls: dict[Graph, dict[_Shape, _Call]] = field(default_factory=dict)
-    """Bound calls by graph: the memory's own, and those of models that share its layers."""
+    """Bound calls by graph: the memory's graph, and graphs of models that share its layers."""
 
     @classmethod
     def of(cls, graph: Graph, rows: int, capacity: int) -> _Memory:
-        """Return a memory filled with zeros. Masked keys have weight 0, and 0 times a NaN would be
-        NaN."""
+        """Return a memory filled with zeros. Masked keys have weight 0, and 0 times NaN is NaN."""
         return cls(
             torch.zeros(2 * graph.layers, rows, graph.heads, capacity, graph.head_size),
             torch.zeros(rows, capacity, graph.feature_size or 0),
@@ -195,8 +195,8 @@ class _Memory:
 
 
 class _Store:
-    """The memory of a session's rows. Graphs run over all columns, so the memory starts small and
-    grows with the rows, to `largest` columns if that is enough."""
+    """Memory of a session's rows. Graphs run over all columns, so the memory starts small and grows
+    with the rows, up to `largest` columns, or more if a row needs more."""
 
     def __init__(self, graph: Graph, rows: int, largest: int):
         self.graph = graph
@@ -216,15 +216,16 @@ class _Store:
 
 
 class GraphCache:
-    """Keys and values of rows of tokens [2 · layers, rows, H, C, D], read through a graph. The
-    graph may have some of the layers alone, see `of_layers`."""
+    """Keys and values of several rows [2 · layers, rows, H, C, D], extended by a graph. The graph
+    may consist of some of the layers, see `of_layers`."""
 
     reads_ragged = needs_host_tokens = True
 
     def __init__(
         self, lm: LM, graph: Graph, store: _Store, layers: Sequence[int] | None = None
     ):
-        """`layers`: the graph's layers among the memory's, the first being 0; None for all."""
+        """Take `layers`: the graph's layers among the memory's layers, counted from 0; None for all
+        layers."""
         self.lm = lm
         self.graph = graph
         self._store = store
@@ -232,7 +233,7 @@ class GraphCache:
         self._shares = layers is not None
         places = [2 * i + j for i in layers or range(graph.layers) for j in (0, 1)]
         self._places = torch.tensor(places)
-        """[2 · layers]: the graph's keys and values among the memory's."""
+        """[2 · layers]: indices of the graph's keys and values in the memory."""
 
     def of_layers(
         self, lm: LM, layers: Sequence[int], trees: bool
@@ -261,7 +262,8 @@ class GraphCache:
         return self._memory.capacity
 
     def token_bytes(self) -> dict[torch.device, int]:
-        """Return the bytes of a token per device. A growing cache is held twice."""
+        """Return the bytes per token of a row, per device. They count twice, since a growing cache
+        exists twice meanwhile."""
         of_token = self.states[:, 0, :, 0].nbytes + self._memory.features[0, 0].nbytes
         return {self.states.device: 2 * of_token}
 
@@ -302,7 +304,7 @@ class GraphCache:
             call = _Call(self._graph(shape), past, shape)
             places = list(range(len(forward.rows)))
         else:
-            # those between them are read as padding, since gathering would copy most of the cache
+            # rows in between count as padding, since gathering would copy most of the cache
             call = self._call(_Shape.of(forward, first, end))
             places = [row - first for row in forward.rows]
         profile.add("cache")
@@ -312,7 +314,7 @@ class GraphCache:
         return logits, hidden
 
     def _write(self, forward: Forward, call: _Call, places: list[int]) -> None:
-        """Put new states, which lie at `places`, into the rows."""
+        """Copy the new states of a call, whose rows are at `places`, into the cache's rows."""
         rows = zip(places, forward.rows, forward.left_padding, forward.cached_lengths)
         for place, row, padding, cached in rows:
             n = forward.length - padding + forward.lookahead
@@ -327,7 +329,8 @@ class GraphCache:
                 self._memory.features[row, cached : cached + n] = features
 
     def _in_halves(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
-        """Read a pass that needs too much memory in two halves of the columns."""
+        """Split a pass that needs too much memory into two passes, each over half of the
+        columns."""
         half = forward.length // 2
         rest = forward.length - half
         padding = [min(pad, half) for pad in forward.left_padding]
@@ -362,7 +365,8 @@ class GraphCache:
     def _prefix_first(
         self, forward: Forward, profile: Profile
     ) -> tuple[Tensor, Tensor]:
-        """Read long prefixes by the graph of chains, but for a token, and then their trees."""
+        """Read the prefixes, except for their last token, through the graph for chains, then the
+        rest with the trees."""
         assert forward.parents is not None
         rest = len(forward.parents[0]) + 1
         cached = [
@@ -388,14 +392,14 @@ class GraphCache:
         return self.read(last, profile)
 
     def _graph(self, shape: _Shape) -> Graph:
-        """Return the graph for a shape."""
+        """Return the graph for a shape: the graph for trees or the graph for chains."""
         if not shape.is_tree:
             return self.graph
         assert self.graph.trees is not None
         return self.graph.trees
 
     def _call(self, shape: _Shape) -> _Call:
-        """Return the call that reads the rows of a shape; some calls are kept."""
+        """Return the bound call for a shape; small calls are kept for reuse."""
         calls = self._memory.calls.setdefault(self.graph, {})
         call = calls.get(shape)
         if call:
@@ -416,7 +420,7 @@ class _Shape:
 
     first: int
     end: int
-    """The rows that lie side by side, from the first to before the end."""
+    """Range of adjacent rows, from `first` to before `end`."""
     length: int
     num_states: int
     lookahead: int
@@ -436,10 +440,11 @@ class _Shape:
 
 
 class _Call:
-    """A graph bound to cached states and to a shape, so that a call writes a few numbers."""
+    """A graph bound to cached states and to a shape, so that each call only writes a few
+    numbers."""
 
     def __init__(self, graph: Graph, past: Sequence[Tensor], shape: _Shape):
-        """`past`: the cached keys and values, each [m, H, C, D] and contiguous."""
+        """Take `past`: the cached keys and values, each [m, H, C, D] and contiguous."""
         (m, _, capacity, _), length = past[0].shape, shape.length
         self.graph = graph
         self.past = past
@@ -463,7 +468,7 @@ class _Call:
         self._bind_outputs(m, length)
 
     def _bind_outputs(self, m: int, length: int) -> None:
-        """Bind the buffers that a call writes into."""
+        """Bind the buffers for the outputs."""
         graph = self.graph
         new_length = length + self.lookahead
         self.new = torch.empty(
@@ -479,7 +484,7 @@ class _Call:
             self._bind_output("features", self.features)
 
     def _inputs(self, shape: _Shape) -> dict[str, NDArray[Any]]:
-        """Return the inputs of a call besides the cached states."""
+        """Return the inputs of a call, except for the cached states."""
         kept = np.arange(shape.length - shape.num_states, shape.length)
         inputs: dict[str, NDArray[Any]] = {"ids": self.ids, "kept": kept}
         if self.graph.reads_trees:
@@ -498,8 +503,8 @@ class _Call:
         )
 
     def _outputs(self, name: str, width: int) -> Tensor:
-        """Return [m, num_states + lookahead, width]: views where the pass and then the loop
-        write."""
+        """Bind an output's buffers, of the pass and of the loop. Return them as a view [m,
+        num_states + lookahead, width]."""
         m = len(self.ids)
         if not self.lookahead:
             whole = torch.empty(m, self.num_states, width)
@@ -519,8 +524,8 @@ class _Call:
     def __call__(
         self, forward: Forward, places: list[int], lm: LM
     ) -> tuple[Tensor, Tensor]:
-        """Return logits and hidden states of the rows at `places`, the others are padding; ids
-        above the model's last are read as that one."""
+        """Return logits and hidden states of the rows at `places`; all other rows are padding. Ids
+        beyond the model's vocabulary are clamped to its last id."""
         longest = lm.context_length
         whole = len(places) == len(self.ids)
         if not whole:
@@ -541,7 +546,7 @@ class _Call:
         return self.logits[places], self.hidden[places]
 
     def _see(self, forward: Forward, places: list[int], longest: int | None) -> None:
-        """Write positions and visibility of trees: first for cached, then for new tokens."""
+        """Write positions and visibility of trees, first for cached and then for new tokens."""
         sight = TreeVisibility.of(forward, longest)
         capacity = self.past[0].shape[2]
         self.at[:] = 0

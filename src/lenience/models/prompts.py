@@ -1,4 +1,4 @@
-"""Prompts in all the forms that users have them in, and how text and messages become ids."""
+"""Prompts in every accepted form, and their conversion to token ids."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ Prompt = str | Sequence[int] | list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Chat:
-    """How text and messages become a prompt."""
+    """Settings of the chat template that turns text and messages into a prompt."""
 
     use: bool | None = None
-    """True to apply the tokenizer's chat template; None if it has one."""
+    """True to apply the tokenizer's chat template, False for no template; None to apply it if the
+    tokenizer has one."""
     system: str | None = None
-    """System message, if messages do not begin with one."""
+    """System message, used if the messages do not begin with one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the template, such as enable_thinking."""
 
@@ -38,12 +39,12 @@ class Chat:
         ) or None
 
     def template_of(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
-        """Return the chat template that prompts go through; None where they go through none."""
+        """Return the chat template that applies to prompts; None if none applies."""
         template = getattr(tokenizer, "chat_template", None)
         return None if self.use is False or not template else str(template)
 
     def end_of_turn(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
-        """Return the special token that the template puts behind an assistant's turn; None if there
+        """Return the special token that the template puts after an assistant's turn; None if there
         is none."""
         if self.template_of(tokenizer) is None:
             return None
@@ -64,7 +65,7 @@ class Chat:
         return special_tokens(tokenizer)[max(special, key=len)] if special else None
 
     def check(self, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-        """Raise InputError for settings that a model's template cannot apply."""
+        """Raise InputError for settings that the chat template of `model` cannot apply."""
         template = self.template_of(tokenizer)
         asked = {
             "chat": self.use,
@@ -92,8 +93,8 @@ class Chat:
         tokenizer: PreTrainedTokenizerBase,
         model: str,
     ) -> list[int]:
-        """Return token ids of text or messages through the template. Raises InputError where it
-        refuses them."""
+        """Return the token ids of text or messages rendered by the template. Raises InputError if
+        the template fails."""
         messages = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         )
@@ -117,7 +118,8 @@ class Chat:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the ids of the tokens that are left out of an answer's text, by their own text."""
+    """Return the ids of the special tokens, which are left out of decoded answers, keyed by the
+    tokens' text."""
     known = {
         str(token): tokenizer.convert_tokens_to_ids(str(token))
         for token in tokenizer.all_special_tokens
@@ -129,9 +131,10 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def several(prompts: Any, pad: int | None = None) -> list[Prompt]:
-    """Return prompts one by one. A batch may be a tensor or an array of ids [m, T], or a
-    tokenizer's output for texts, whose padding is left out. Raises InputError for a single prompt,
-    and for a batch without a mask whose rows begin or end with the token `pad`."""
+    """Return a batch of prompts as a list. A batch is a list of prompts, a tensor or array of ids
+    [m, T], or a tokenizer's output for several texts, whose padding is removed. Raises InputError
+    for a single prompt, and for a batch without a mask whose rows begin or end with the token
+    `pad`."""
     if isinstance(prompts, str):
         raise InputError("prompts: is one text; give a list, or call generate")
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
@@ -167,7 +170,7 @@ def _refuse_padding(rows: Any, pad: int | None) -> None:
 
 def plain(prompt: Any) -> Any:
     """Return token ids as a list, from a tensor or an array, alone or as a batch of one, or from a
-    tokenizer's output, whose padding is left out; other values are returned as they are."""
+    tokenizer's output, whose padding is removed. Other values are returned unchanged."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         ids = _row(prompt.get("input_ids"))
         mask = _row(prompt.get("attention_mask"))

@@ -1,4 +1,4 @@
-"""Session: rows of tokens and their KV cache, read and rolled back."""
+"""Rows of tokens and their KV cache, extended by passes and rolled back."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from lenience.models.kv_cache import LATER, Forward, PlainCache, RowCache
 from lenience.models.lm import LAST, LM, States, check_finite
 
 LARGEST_MASK = 1 << 26
-"""Maximum number of entries of the attention mask of batched rows."""
+"""Maximum number of entries in the attention mask of batched rows."""
 LARGEST_BEFORE_TREES = 1 << 22
-"""And that of one row which ends with a tree: of more the tokens before the tree are read by
-themselves, which counts as part of the same pass, as reading a long prompt in parts does."""
+"""Maximum number of mask entries of a row that ends with a tree. If the row needs more, the tokens
+before the tree run separately; they count as part of the same pass, as the parts of a long prompt
+do."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class _Pending:
 
     rows: list[list[int]]
     starts: list[int]
-    """Position from which each row has them."""
+    """Position in each row at which the tokens begin."""
     fetch: Callable[[], list[list[int]]]
-    """Gives them, waiting for the device."""
+    """Function that returns the tokens, after waiting for the device."""
 
 
 @dataclass(frozen=True)
 class _Tree:
-    """The tree that a row's last tokens form."""
+    """The tree formed by the last tokens of a row."""
 
     start: int
     """Number of tokens before the tree."""
@@ -50,20 +51,20 @@ class _Tree:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences [B] that are to be read into rows of a cache, for `num_states` states of each."""
+    """Sequences [B] to be read into rows of a cache, with `num_states` states returned for each."""
 
     rows: Sequence[int]
     sequences: Sequence[list[int]]
     cached: Sequence[int]
-    """Number of tokens of each sequence in the cache."""
+    """Number of cached tokens of each sequence."""
     num_states: int
     lookahead: int
     device_tokens: Tensor | None
     parents: Sequence[Parents] | None
 
     def forward(self, group: list[int]) -> Forward:
-        """Return one pass over some of the sequences. Those with fewer new tokens than others are
-        padded in front, so that the last states are those asked for."""
+        """Return one pass over the sequences in `group`. Sequences with fewer new tokens are padded
+        in front, so that the last columns hold the requested states."""
         sequences = [self.sequences[b] for b in group]
         cached = [self.cached[b] for b in group]
         counts = [len(new) - n for n, new in zip(cached, sequences)]
@@ -91,9 +92,9 @@ class Session:
     """Sequences of tokens, each in a row of a preallocated KV cache addressed by position.
 
     A session takes whole sequences and finds out which tokens are new; rolling back shortens a row.
-    If the last tokens were a tree, the path of the next sequence is kept. Rows of different lengths
-    share a pass if the model's attention takes a mask (checked once, see `probe_masks`), and are
-    read one by one otherwise.
+    If the last tokens were a tree, the path that the next sequence follows is kept. Rows of
+    different lengths share a pass if the model's attention takes a mask (checked once, see
+    `probe_masks`), and run one by one otherwise.
     """
 
     def __init__(
@@ -108,7 +109,8 @@ class Session:
         self.lm = lm
         self.profile = profile or Profile()
         self.torch_threads: int | None = None
-        """Number of PyTorch threads for work on its readings; None for PyTorch's own."""
+        """Number of PyTorch threads for work on the session's readings; None for PyTorch's
+        default."""
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
         self._pending: list[_Pending] = []
         self._trees: dict[int, _Tree] = {}
@@ -118,7 +120,7 @@ class Session:
         finalize(self, self.cache.on_session_closed).atexit = False
 
     def tokens(self) -> list[list[int]]:
-        """Return the tokens of each row; waits for tokens that the device has found."""
+        """Return the tokens of each row, after waiting for tokens that only the device has."""
         for pending in self._pending:
             for row, start, tokens in zip(
                 pending.rows, pending.starts, pending.fetch()
@@ -128,7 +130,7 @@ class Session:
         return self._tokens
 
     def room(self, tokens: Sequence[int]) -> int:
-        """Return how many more tokens the model's context can hold after these."""
+        """Return the number of tokens that still fit into the model's context after `tokens`."""
         return (
             1 << 30
             if self.lm.context_length is None
@@ -136,7 +138,7 @@ class Session:
         )
 
     def room_before_switch(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens one cycle may add after these: a window that ends at the model's
+        """Return the number of tokens that one cycle may add: a window that ends at the model's
         `rope_switch`, and the correction or bonus."""
         switch = self.lm.rope_switch
         if switch is None or len(tokens) > switch:
@@ -145,15 +147,15 @@ class Session:
 
     @torch.inference_mode()
     def move(self, source: int, to: int) -> None:
-        """Make the row at `source` the row at `to`."""
+        """Move a row to another index; row `source` is empty afterwards."""
         self.copy(source, to)
         self.cut(source, 0)
 
     @torch.inference_mode()
     def copy(self, source: int, to: int) -> None:
-        """Make the row at `to` another one of that at `source`."""
+        """Copy row `source` to row `to`."""
         tokens = self.tokens()
-        tokens[to] = []  # a copy that fails leaves nothing that is believed
+        tokens[to] = []  # a copy that fails leaves an empty row
         self._trees.pop(to, None)
         self.cache.copy(source, to, len(tokens[source]))
         tokens[to] = list(tokens[source])
@@ -162,20 +164,20 @@ class Session:
             self._trees[to] = tree
 
     def cut(self, row: int, length: int) -> None:
-        """Shorten a row to a length."""
+        """Shorten a row to `length` tokens."""
         del self.tokens()[row][length:]
         self._trees.pop(row, None)
 
     @torch.inference_mode()
     def features(self, row: int, sequence: list[int], start: int) -> Tensor:
-        """Return [n, F]: the features of those of a sequence's tokens, from `start` on, that the
-        row holds."""
+        """Return the features [n, F] of a sequence's tokens from `start` on, as far as the row
+        holds the sequence."""
         return self.cache.features(row, start, self.held(row, sequence))
 
     @torch.inference_mode()
     def held(self, row: int, sequence: list[int]) -> int:
-        """Return how many of a sequence's first tokens the row holds; of a tree it keeps the path
-        that the sequence takes."""
+        """Return the number of a sequence's first tokens that the row holds. If the row ends with a
+        tree, only the path that the sequence follows is kept."""
         self.tokens()
         self._keep_paths([row], [sequence], None)
         return common(self._tokens[row], sequence)
@@ -192,12 +194,12 @@ class Session:
     ) -> Reading:
         """Return logits [B, num_states, V] and hidden states [B, num_states, H] after each of the
         last `num_states` tokens of each sequence, which `device_tokens` [B, a] may extend. Sequence
-        b belongs to row b, or to rows[b]. Tokens past the end of the model's context are not read,
-        and their states are undefined.
+        b belongs to row b, or to rows[b]. Tokens beyond the end of the model's context are not
+        read, and their states are undefined.
 
-        With one state, up to `lookahead` further tokens follow, each the most probable after the
-        one before, if the cache can loop. With `parents` [B][n] the last n tokens of each sequence
-        are a tree, which lies within the model's context and may be longer than its remaining room.
+        With one state, up to `lookahead` further tokens follow if the cache can loop, each the most
+        probable after its predecessor. With `parents` [B][n] the last n tokens of each sequence are
+        a tree, which must lie within the model's context but may exceed its remaining room.
         """
         self.profile.add("rest")
         rows = range(len(sequences)) if rows is None else rows
@@ -230,9 +232,9 @@ class Session:
         return reading
 
     def catch_up(self, prefixes: Sequence[list[int]], rows: Sequence[int]) -> list[int]:
-        """Return [B]: how many tokens were read now, of prefixes that trees are to follow: all but
-        the last of those that are new, where their mask would be large, since a pass that reads a
-        tree has one over all that it reads."""
+        """Read long prefixes before their trees, and return the number of tokens read per prefix
+        [B]. The pass over a tree has a mask over all its new tokens, so where this mask would be
+        large all new tokens but the last are read here."""
         new = [
             len(prefix) - 1 - self.held(row, prefix)
             for prefix, row in zip(prefixes, rows)
@@ -251,7 +253,7 @@ class Session:
     def _read_in_groups(
         self, batch: Batch, groups: list[list[int]]
     ) -> tuple[Tensor, Tensor]:
-        """Return logits and hidden states of a batch that is read in one pass or several."""
+        """Return logits and hidden states of a batch, read in one pass per group."""
         passes = [self._forward(batch, group) for group in groups]
         return _in_order(
             [self.cache.read(pass_, self.profile) for pass_ in passes], groups
@@ -267,8 +269,9 @@ class Session:
         sequences: Sequence[list[int]],
         parents: Sequence[Parents] | None,
     ) -> None:
-        """Keep, of the trees that rows end with, the path that the new sequence follows. The tokens
-        keep their place, or the path moves to the front."""
+        """Keep, of each row's tree, the path that the new sequence follows, moved to the front of
+        the tree. If the new sequence ends with a tree at the same start, keep the common nodes in
+        their columns."""
         for row, sequence, new in zip(rows, sequences, parents or repeat(None)):
             tree = self._trees.pop(row, None)
             if new is not None:
@@ -282,7 +285,7 @@ class Session:
                 self._keep_path(row, tree, sequence)
 
     def _keep_path(self, row: int, tree: _Tree, sequence: list[int]) -> None:
-        """Keep the path of a row's tree that a sequence takes."""
+        """Keep the path of a row's tree that a sequence follows."""
         held = self._tokens[row]
         drafted = held[tree.start :]
         del held[tree.start :]
@@ -296,11 +299,12 @@ class Session:
     def _reused(
         self, cached: list[list[int]], sequences: Sequence[list[int]], num_states: int
     ) -> list[int]:
-        """Cut each row to the tokens that its new sequence reuses, and return how many those are.
+        """Cut each row to the tokens that its new sequence reuses, and return their numbers.
 
         A row is emptied if its keys have other rotary factors than the new sequence needs: when the
         sequence shrinks below `rope_switch`, and when it grows beyond it in a model for which
-        `transformers` recomputes the cache."""
+        `transformers` recomputes the cache.
+        """
         switch = self.lm.rope_switch
         if switch is not None:
             for old, new in zip(cached, sequences):
@@ -316,8 +320,8 @@ class Session:
         num_states: int,
         parents: Sequence[Parents] | None,
     ) -> tuple[Sequence[list[int]], list[int]]:
-        """Return the sequences cut at the end of the model's context, and at its `rope_switch` if
-        the prefix ends before it, and how many tokens were cut from each. Trees are never cut."""
+        """Return the sequences, cut at the end of the model's context, or at its `rope_switch` if
+        the prefix ends before it, and the number of tokens cut from each. Trees are never cut."""
         over: list[int] = []
         if parents is not None:
             return sequences, [0] * len(sequences)
@@ -332,8 +336,8 @@ class Session:
     def _fetch_later(
         self, cached: list[list[int]], batch: Batch, reading: Reading
     ) -> None:
-        """Start to copy the tokens [B, a] that the device has of the rows: those at their ends, for
-        which LATER stands there, and those that were found after them."""
+        """Start to copy to the host the tokens that only the device has: those for which LATER
+        stands at the rows' ends, and those found by the lookahead."""
         ends = list(map(len, cached))
         given = batch.device_tokens
         if given is not None:
@@ -346,12 +350,12 @@ class Session:
     def _join(
         self, sequences: Sequence[list[int]], device_tokens: Tensor
     ) -> tuple[list[list[int]], Tensor | None]:
-        """Return the sequences with the tokens [B, a]; where these are left on the device, LATER
-        stands for them and they are given back."""
+        """Return the sequences extended by the tokens [B, a]. If the tokens can stay on the device,
+        LATER takes their positions and the tokens are returned too; otherwise None."""
         n = device_tokens.shape[1]
         room = all(self.room(sequence) >= n for sequence in sequences)
         if self.lm.rope_switch is not None:
-            room = False  # some of the tokens may not be read
+            room = False  # some of the tokens may be beyond the switch
         if not room or self.cache.needs_host_tokens:
             tokens = device_tokens.tolist()
             return [sequence + more for sequence, more in zip(sequences, tokens)], None
@@ -362,9 +366,9 @@ class Session:
     def _groups(
         self, sequences: Sequence[list[int]], counts: list[int], num_states: int
     ) -> list[list[int]]:
-        """Return which rows are read in one pass. Rows with much to read, such as new prompts,
-        would make the others wait if they were read with them, and too many of them together would
-        need a large mask."""
+        """Return the groups of rows that share a pass. Rows with many new tokens, such as new
+        prompts, run apart from the others, which would have to wait for them, and in groups that
+        keep the mask small."""
         if len(sequences) > 1 and not self._reads_ragged():
             return [[b] for b in range(len(sequences))]
         short = [b for b, count in enumerate(counts) if count <= num_states + 1]
@@ -390,8 +394,9 @@ class Session:
 def _cut_to_common(
     cached: list[list[int]], sequences: Sequence[list[int]], num_states: int
 ) -> list[int]:
-    """Cut rows to the beginnings of their new sequences that need not be read again for
-    `num_states` states, and return their lengths. A pass that fails then leaves no wrong state."""
+    """Cut rows to the beginning that their new sequence shares, less the tokens that must be read
+    again for `num_states` states, and return the new lengths. A pass that fails then leaves no
+    wrong state."""
     reused = []
     for old, new in zip(cached, sequences):
         del old[min(common(old, new), len(new) - num_states) :]
@@ -402,7 +407,8 @@ def _cut_to_common(
 def _in_order(
     parts: list[tuple[Tensor, Tensor]], groups: list[list[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return logits and hidden states of rows that were read in groups, in the rows' order."""
+    """Return logits and hidden states of rows that were read in groups, in the order of the
+    rows."""
     if len(parts) == 1:
         return parts[0]
     order = to_device(list(chain.from_iterable(groups)), parts[0][0].device).argsort()
@@ -411,21 +417,21 @@ def _in_order(
 
 
 def _moved_up(states: Tensor, over: list[int]) -> Tensor:
-    """Return states [B, n, …] of rows that were read without their last `over` tokens, each moved
-    to the place of its token."""
+    """Return states [B, n, …] of rows whose last `over` tokens were not read, each state moved to
+    the index of its token. The last `over` states of a row are undefined."""
     if not any(over):
         return states
     return torch.stack([row.roll(-past, 0) for row, past in zip(states, over)])
 
 
 def probe_masks(lm: LM) -> bool:
-    """Return True if rows of different lengths can share a pass of a model's own forward; a warning
-    names a model that cannot. Checked once for a model."""
+    """Return True if rows of different lengths can share a pass of the model's own forward;
+    otherwise warn. The check runs once per model."""
     return lm.once("takes masks", lambda: _try_masks(lm))
 
 
 def _try_masks(lm: LM) -> bool:
-    """Try where the model places a mask, as models differ."""
+    """Try a pass over rows of different lengths, as models differ in how they take a mask."""
     attention = lm.model.config.get_text_config()._attn_implementation
     takes = attention in ("eager", "sdpa") and not lm.reads_rows_apart
     why = ""
@@ -434,9 +440,8 @@ def _try_masks(lm: LM) -> bool:
             takes = reads_together_as_alone(
                 lm, PlainCache(lm, 3, 256, reads_ragged=True)
             )
-        except (
-            Exception
-        ) as error:  # whatever a model raises that wants its mask otherwise
+        except Exception as error:
+            # whatever a model raises that takes its mask in another form
             takes = False
             why = f" ({type(error).__name__}: {first_line(error)})"
     if not takes:
@@ -446,13 +451,13 @@ def _try_masks(lm: LM) -> bool:
 
 
 def reads_together_as_alone(lm: LM, cache: RowCache, states: States = LAST) -> bool:
-    """Return True if rows of different lengths batched in `cache`, of three rows, have the same
-    states and features as each read alone by the model's own pass, also those that the cache
-    continues to by itself."""
+    """Return True if rows of different lengths batched in `cache` (three rows) have the same states
+    and features as each row read alone by the model's own pass. Tokens of the cache's lookahead are
+    checked too."""
     rows = _random_tokens(lm, [min(n, lm.context_length or n) for n in (8, 40, 23)])
     together = Session(lm, 3, cache=cache)
     together.read([row[:-3] for row in rows])
-    # without a target there is nothing that its own states could follow
+    # a model that reads inputs needs a target's states, which its own cannot follow here
     for num_states, lookahead in ((2, 0), (1, 0 if lm.reads_inputs else 3)):
         last = torch.tensor([row[-1:] for row in rows], device=lm.device)
         prefixes = [row[:-1] for row in rows]
@@ -476,8 +481,8 @@ def reads_together_as_alone(lm: LM, cache: RowCache, states: States = LAST) -> b
 def _have_features_of(
     together: Session, sessions: Sequence[Session], rows: Sequence[list[int]]
 ) -> bool:
-    """Return whether the rows of a session have the features that each has in a session of its
-    own."""
+    """Return True if each row of a session has the same features as in a session that holds the row
+    alone."""
     given = [together.features(b, row, 0) for b, row in enumerate(rows)]
     alone = [
         own.features(0, row, 0)[: len(ids)]
@@ -487,8 +492,8 @@ def _have_features_of(
 
 
 def check_windows(lm: LM) -> None:
-    """Raise InputError if a forward pass over a window gives other states than its tokens one by
-    one, as in encoders without a causal mask, or fails; RunError if the states are NaN or infinite.
+    """Raise InputError if a pass over a window fails, or gives other states than token-by-token
+    passes, as in encoders without a causal mask. Raises RunError if the states are NaN or infinite.
     The check runs once per model."""
     why = lm.once("reads windows", lambda: _why_no_windows(lm))
     if why is None:
@@ -502,7 +507,7 @@ def check_windows(lm: LM) -> None:
 
 @torch.inference_mode()
 def _why_no_windows(lm: LM) -> str | None:
-    """Return the error of reading three tokens in one pass; None if there is none."""
+    """Return the reason why a model cannot read three tokens in one pass; None if it can."""
     (tokens,) = _random_tokens(lm, [3])
     try:
         together = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
@@ -516,7 +521,7 @@ def _why_no_windows(lm: LM) -> str | None:
         counted = _logits_at_positions_from_0(lm, tokens)
     except RunError:
         raise
-    except Exception as error:  # whatever a model raises that is none
+    except Exception as error:  # whatever an unsuitable model raises
         return f"cannot be read token by token ({type(error).__name__}: {first_line(error)})"
     if not _are_alike(lm, whole, torch.cat(each)):
         return "reads a window otherwise than its tokens one by one"
@@ -526,8 +531,8 @@ def _why_no_windows(lm: LM) -> str | None:
 
 
 def _logits_at_positions_from_0(lm: LM, tokens: list[int]) -> Tensor | None:
-    """Return a model's logits [n, V] at positions from 0, as transformers' `generate` gives them to
-    each model that takes positions; None for other models."""
+    """Return a model's logits [n, V] with positions counted from 0, as the `generate` of
+    transformers passes them; None for a model that takes no positions."""
     if "position_ids" not in inspect.signature(lm.model.forward).parameters:
         return None
     ids = torch.tensor([tokens], device=lm.device)
@@ -536,7 +541,7 @@ def _logits_at_positions_from_0(lm: LM, tokens: list[int]) -> Tensor | None:
 
 
 def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCache:
-    """Return a cache for a session that reads trees, which not every backend does."""
+    """Return a cache that reads trees: the backend's if it has one, else a PlainCache."""
     backend = lm.backend_for(states, trees=True)
     return (
         backend.cache(lm, rows, capacity)
@@ -546,8 +551,8 @@ def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCa
 
 
 def check_trees(lm: LM, mend: str) -> None:
-    """Raise InputError, with an alternative, for a model that cannot read trees of tokens through
-    its own forward; checked once for a model."""
+    """Raise InputError, which names the alternative `mend`, for a model whose own forward pass
+    cannot read trees of tokens. The check runs once per model."""
     why = lm.once("reads trees", lambda: _why_no_trees(lm))
     if why is None:
         return
@@ -562,20 +567,19 @@ def check_trees(lm: LM, mend: str) -> None:
 
 
 def _why_no_trees(lm: LM) -> str | None:
-    """Return the error of reading a tree through a model's own forward; None if there is none."""
+    """Return the reason why a model's own forward pass cannot read trees; None if it can."""
     if lm.rope_switch is not None:
         return f"its rotary factors change after {lm.rope_switch} tokens (longrope)"
     try:
         reads = reads_trees_as_paths(lm, PlainCache(lm, 2, 64, reads_ragged=False))
-    except (
-        Exception
-    ) as error:  # whatever one raises that wants its mask or positions otherwise
+    except Exception as error:
+        # whatever a model raises that takes its mask or positions in another form
         return f"{type(error).__name__}: {first_line(error)}"
     return None if reads else "a tree's states are not those of its paths"
 
 
 def reads_trees_as_paths(lm: LM, cache: RowCache, given: States = LAST) -> bool:
-    """Return True if the tokens of trees read in `cache`, of two rows, have the states of their
+    """Return True if the tokens of trees read in `cache` (two rows) have the same states as their
     paths read alone by the model's own pass, also after a path was kept."""
     parents = [-1, -1, 0, 1, 1, 4]
     room = (lm.context_length or 64) - 4
@@ -588,7 +592,7 @@ def reads_trees_as_paths(lm: LM, cache: RowCache, given: States = LAST) -> bool:
         whole, len(tokens), parents=[parents, parents]
     ).hidden  # [2, n, H]
     branches = paths(parents)
-    branches.append([*branches[-1], 0])  # and what is read after one
+    branches.append([*branches[-1], 0])  # and a token read after a path
     after = together.read(
         [prefix + [tokens[i] for i in branches[-1]] for prefix in prefixes]
     ).hidden
@@ -611,8 +615,8 @@ def _random_tokens(lm: LM, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _are_alike(lm: LM, found: Tensor, wanted: Tensor) -> bool:
-    """Return whether states or logits […, H] differ by no more than rounding; those that are -inf
-    in both, outside a draft vocabulary, are the same."""
+    """Return True if states or logits […, H] differ by no more than rounding. Entries that are -inf
+    in both, outside a draft vocabulary, count as equal."""
     outside = (found == -torch.inf) & (wanted == -torch.inf)
     found = found.float().masked_fill(outside, 0.0)
     wanted = wanted.float().masked_fill(outside, 0.0)
@@ -621,7 +625,7 @@ def _are_alike(lm: LM, found: Tensor, wanted: Tensor) -> bool:
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common beginning of two sequences, by bisection over comparisons of
+    """Return the length of the longest common prefix of two sequences, found by bisection over
     slices."""
     low = 0
     high = min(len(a), len(b))

@@ -1,4 +1,4 @@
-"""How many threads torch itself has, while others have the cores."""
+"""Number of threads that PyTorch and exported graphs use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 _lock = threading.Lock()
 _found: list[int] = []
-"""Earlier thread counts of the process, one for each change."""
+"""Thread count of the process before the first active change, once for each active change."""
 
 
 @contextmanager
 def torch_threads(number: int | None) -> Iterator[None]:
-    """Set PyTorch's number of threads in the calling thread; None leaves it. Afterwards the earlier
-    number is restored, also if others changed it meanwhile: PyTorch keeps the number by thread, and
-    new threads take the last one set."""
+    """Set PyTorch's number of threads in the calling thread, or leave it if `number` is None.
+    Afterwards the earlier number is restored, even if other threads changed it meanwhile: PyTorch
+    keeps the number per thread, and new threads inherit the last one set."""
     if number is None:
         yield
         return
@@ -42,8 +42,8 @@ def limit_threads(number: int) -> None:
 
 
 def cores() -> int:
-    """Return how many threads graphs share: the process's cores, or fewer by OMP_NUM_THREADS or
-    `limit_threads`."""
+    """Return the number of threads that graphs share: the process's cores, or fewer if
+    OMP_NUM_THREADS or `limit_threads` says so."""
     try:
         found = len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system

@@ -18,16 +18,16 @@ from lenience.core.errors import InputError, first_line
 from lenience.core.files import read_json, write_json
 
 FILE = "draft_vocab.json"
-"""File in a model folder that lists the tokens of a draft vocabulary. Engines such as vLLM load
-every safetensors file in a folder as weights."""
+"""File in a model folder that lists the tokens of a draft vocabulary. It is JSON because engines
+such as vLLM load every safetensors file in a folder as weights."""
 
 
 def most_frequent(
     answers: Iterable[Sequence[int]], size: int, vocab_size: int, always: Iterable[int]
 ) -> Tensor:
-    """Return [N] ids in ascending order: the most frequent tokens of some answers, `size` of them,
-    those that end an answer among them. Ids that no answer has fill the rest, the lowest first.
-    Raises InputError for a size that is no part of the vocabulary."""
+    """Return the ids [size] of a draft vocabulary in ascending order: the tokens in `always`, then
+    the most frequent tokens of the answers. The lowest ids that no answer has fill the rest. Raises
+    InputError unless 1 ≤ size < vocab_size."""
     if not 1 <= size < vocab_size:
         raise InputError(
             f"--draft-vocab {size}: the target has {vocab_size} tokens; name fewer"
@@ -39,22 +39,21 @@ def most_frequent(
 
 
 def widened(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
-    """Return [..., V] logits of the whole vocabulary from those [..., N] of some `tokens` [N]; -inf
-    for others."""
+    """Return logits [..., V] of the whole vocabulary from the logits [..., N] of `tokens` [N]; all
+    others are -inf."""
     whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
     return whole.index_copy(-1, tokens, logits)
 
 
 def ranks(tokens: Tensor, vocab_size: int, absent: int) -> Tensor:
-    """Return [V]: the place of each token of the whole vocabulary among `tokens` [N]; `absent` for
-    others."""
+    """Return [V]: the index of each token in `tokens` [N], or `absent` if it is not there."""
     places = torch.full((vocab_size,), absent)
     places[tokens] = torch.arange(len(tokens))
     return places
 
 
 class DraftVocabularyHead(nn.Module):
-    """An LM head with rows for some tokens alone. It gives logits of the whole vocabulary."""
+    """An LM head with rows for some tokens only. Its logits cover the whole vocabulary."""
 
     tokens: Tensor
 
@@ -65,20 +64,21 @@ class DraftVocabularyHead(nn.Module):
         self.vocab_size = vocab_size
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return logits [..., V] of states [..., H]."""
+        """Return logits [..., V] for states [..., H]."""
         logits = nn.functional.linear(states, self.weight)
         return widened(logits, self.tokens, self.vocab_size)
 
 
 def vocabulary_of(model: PreTrainedModel) -> Tensor | None:
-    """Return the tokens [N] of a model's draft vocabulary; None for a model of the whole one."""
+    """Return the tokens [N] of a model's draft vocabulary; None if the model uses the whole
+    vocabulary."""
     head = model.get_output_embeddings()
     return head.tokens if isinstance(head, DraftVocabularyHead) else None
 
 
 def restrict(model: PreTrainedModel, tokens: Tensor) -> None:
-    """Leave out the rows of a model's LM head that are not of a draft vocabulary. Raises InputError
-    for a head that has more than a matrix."""
+    """Restrict a model's LM head to the tokens of a draft vocabulary. Raises InputError for a head
+    with a bias."""
     head: Any = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise InputError(
@@ -91,8 +91,8 @@ def restrict(model: PreTrainedModel, tokens: Tensor) -> None:
 
 
 def save_whole(model: PreTrainedModel, others: Tensor, folder: Path) -> None:
-    """Save a restricted model as `transformers` does, with a whole LM head, whose other rows are
-    those of `others` [V, H], and the draft vocabulary next to it."""
+    """Save a restricted model in the format of `transformers`, with the list of its draft
+    vocabulary. The saved LM head is whole; its missing rows are those of `others` [V, H]."""
     small = cast(DraftVocabularyHead, model.get_output_embeddings())
     weight = others.detach().to(small.weight).clone()
     weight[small.tokens] = small.weight.detach()

@@ -1,4 +1,4 @@
-"""What a term of a rule is: which drafted tokens it accepts, and what follows them."""
+"""Terms of a rule: which drafted tokens a term accepts, and which token follows."""
 
 from __future__ import annotations
 
@@ -21,56 +21,59 @@ from lenience.heads.head import HeadReference
 
 @dataclass(frozen=True)
 class Term:
-    """One named rule: a frozen dataclass whose fields are its spec."""
+    """A named rule: a frozen dataclass whose fields are its spec."""
 
     name: ClassVar[str]
     is_strict: ClassVar[bool] = False
     composable: ClassVar[bool] = True
-    """True if the rule combines with others; not if it looks ahead or has its own distribution."""
+    """True if the rule can be combined with others. Rules that look ahead or replace the
+    distribution cannot."""
     exact_when_greedy: ClassVar[bool] = False
-    """True if it equals `exact` for greedy decoding."""
+    """True if the rule equals `exact` for greedy decoding."""
     verifies: ClassVar[Literal["down", "up"] | None] = None
-    """Way of verifying drawn trees, see `lenience.drafting.trees.drawn`; None if it takes their
-    tokens as chosen."""
+    """Direction in which the rule verifies sampled trees, see `lenience.drafting.trees.drawn`; None
+    if it treats tree tokens as chosen, not sampled."""
     has_threshold: ClassVar[bool] = False
-    """True if its field `threshold` sets how lenient it is."""
+    """True if the field `threshold` sets how lenient the rule is."""
     grid: ClassVar[tuple[str, ...]] = ()
-    """Specs of its settings, from strict to lenient, which its name alone stands for."""
+    """Specs of the rule's settings, from strict to lenient; the rule's bare name stands for all of
+    them."""
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        """Return [B, W] bool: for each drafted position, whether its token is accepted there."""
+        """Return [B, W] bool: True where the drafted token is accepted at its position."""
         raise NotImplementedError
 
     def greedy_next_tokens(
         self, draft: Draft, reading: Reading, ctx: Context
     ) -> Tensor:
-        """Return [B, W + 1]: when greedy, the token that follows after 0 … W accepted ones. Here:
-        the target's most probable."""
+        """Return [B, W + 1]: when greedy, the next token after 0 … W accepted tokens. By default
+        the target's most probable token."""
         return reading.greedy_tokens
 
     @property
     def goes_on_as_target(self) -> bool:
-        """Return whether those are the target's own."""
+        """Return True if the tokens after accepted ones are the target's own, since
+        `greedy_next_tokens` is not overridden."""
         return type(self).greedy_next_tokens is Term.greedy_next_tokens
 
     def next_token(
         self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context
     ) -> Tensor:
-        """Return [B]: when sampling, the token after `kept` [B] accepted ones: a correction, or the
-        bonus where all are kept. Here: from the target's own distribution, by a draw that is
-        independent of the one that picked the rejected token."""
+        """Return [B]: when sampling, the token after `kept` [B] accepted tokens: the correction, or
+        the bonus if the whole window is kept. By default drawn from the target's distribution,
+        independently of the draw of the rejected token."""
         target = ctx.probs(select_position(reading.logits, kept))
         return gumbel_argmax(target, next_token_keys(kept, draft, ctx))
 
     def check(
         self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
     ) -> None:
-        """Raise InputError where a head of this term cannot run on models of these fingerprints and
+        """Raise InputError if a head of the term cannot run on models of these fingerprints and
         hidden sizes."""
 
     @property
     def heads(self) -> tuple[HeadReference, ...]:
-        """Return the fitted heads that it asks."""
+        """Return the trained heads that the term uses."""
         return ()
 
     @property
@@ -80,22 +83,22 @@ class Term:
 
     @property
     def open_threshold(self) -> bool:
-        """Return whether its threshold is left to be chosen."""
+        """Return True if the threshold is still to be chosen."""
         return False
 
     def thresholds(self) -> list[float]:
-        """Return the thresholds that it offers where its own is left open, the strictest first."""
+        """Return the thresholds to choose from if the term's own is open, strictest first."""
         return []
 
     def with_thresholds(self, thresholds: Sequence[float]) -> list[Self]:
-        """Return its settings at several thresholds, the strictest first."""
+        """Return the term at each of several thresholds, strictest first."""
         again: Any = replace
         return [
             again(self, threshold=threshold) for threshold in sorted(set(thresholds))
         ]
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        """Return the same term with its head at another path."""
+        """Return the term with its head's path changed by `path`."""
         return self
 
     def __str__(self) -> str:
@@ -104,22 +107,22 @@ class Term:
 
 @dataclass(frozen=True)
 class Lenient(Term):
-    """A term that accepts more than a strict one would, within limits. Where a limit leaves the
-    decision to the strict rule, that is the strict term of the whole rule; if the rule names none,
-    it is `exact` when greedy and `speculative` when sampling."""
+    """A term that accepts more tokens than a strict rule, within limits. Where a limit leaves the
+    decision to the strict rule, the strict term of the whole rule decides. If the rule names none,
+    that is `exact` when greedy and `speculative` when sampling."""
 
     floor: float = field(default=0.0, kw_only=True)
-    """Never accept a token to which the target gives a lower probability."""
+    """Minimum probability of an accepted token under the target."""
     budget: int | None = field(default=None, kw_only=True)
-    """Number of lenient acceptances in a request after which the strict rule decides."""
+    """Maximum number of lenient acceptances per request; after these the strict rule decides."""
     begin: str = field(default="", kw_only=True)
     end: str = field(default="", kw_only=True)
-    """Only between these two texts, such as <think> and </think>; outside the strict rule
-    decides."""
+    """Texts between which the rule is lenient, such as <think> and </think>; elsewhere the strict
+    rule decides."""
     implies_strict: ClassVar[bool] = False
-    """True if the rule alone means the strict rule or this one."""
+    """True if the rule alone means the strict rule or this rule, as in `exact|judge:…`."""
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
-    """The least and the largest value of its fields; one that is None has none."""
+    """Minimum and maximum of each bounded field."""
 
     def __post_init__(self) -> None:
         for what, (least, most) in {
@@ -151,18 +154,18 @@ class Lenient(Term):
     def ask(
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [B, W] bool: the accepted tokens, given those that the strict rule accepts,
-        `exact`; and the logits of a judge's scores."""
+        """Return the accepted tokens [B, W] bool, given the tokens `exact` [B, W] that the strict
+        rule accepts, and the logits of a judge's scores [B, W] if any."""
         return self.accepts(draft, reading, ctx), None
 
     def defers(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor | None:
-        """Return [B, W] bool: where the strict rule decides; None for nowhere."""
+        """Return [B, W] bool: True where the strict rule decides; None for nowhere."""
         return ~ctx.in_span(self.begin, self.end, draft.tokens) if self.begin else None
 
 
 def next_token_keys(kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
-    """Return [B]: keys for drawing the token after the accepted ones; a bonus is drawn as in plain
-    decoding."""
+    """Return [B]: random keys for the token after the accepted ones. A bonus uses the same key as
+    plain decoding."""
     n = draft.width + 1
     device = kept.device
     correction = select_position(ctx.noise_keys(n, "correction", device=device), kept)
@@ -171,8 +174,8 @@ def next_token_keys(kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
 
 
 def drafted_probs(draft: Draft, ctx: Context) -> Tensor:
-    """Return [B, W]: the probability that the draft gave to each of its tokens, 1 where it proposes
-    them for certain."""
+    """Return [B, W]: the draft's probability of each of its tokens; 1 for a drafter without a
+    distribution."""
     if draft.logits is None:
         return torch.ones_like(draft.tokens, dtype=torch.float32)
     probs = ctx.probs(draft.logits) if draft.probs is None else draft.probs
@@ -180,7 +183,8 @@ def drafted_probs(draft: Draft, ctx: Context) -> Tensor:
 
 
 def draft_distributions(draft: Draft, ctx: Context, vocabulary: int) -> Tensor:
-    """Return [B, W, V]: the distributions that the draft's tokens were drawn from."""
+    """Return [B, W, V]: the distributions from which the draft's tokens were drawn, of a single
+    token for a drafter without a distribution."""
     if draft.logits is None:
         return torch.nn.functional.one_hot(draft.tokens, vocabulary).float()
     return ctx.probs(draft.logits) if draft.probs is None else draft.probs
@@ -189,7 +193,8 @@ def draft_distributions(draft: Draft, ctx: Context, vocabulary: int) -> Tensor:
 def draft_distribution(
     draft: Draft, ctx: Context, position: Tensor, vocabulary: int
 ) -> Tensor:
-    """Return [B, V]: the same at one position [B] of each row, the last one's beyond it."""
+    """Return [B, V]: the draft's distribution at one position [B] of each row, see
+    `draft_distributions`. Positions past the window count as its last."""
     position = position.clamp(max=draft.width - 1)
     if draft.logits is None:
         tokens = select_position(draft.tokens, position)
@@ -200,10 +205,10 @@ def draft_distribution(
 
 
 def select_position(values: Tensor, position: Tensor) -> Tensor:
-    """Return [B, m, …] and a position [B] → [B, …]."""
+    """Return [B, …]: the values [B, m, …] at one position [B] of each row."""
     return values[torch.arange(len(position), device=position.device), position]
 
 
 def gather_tokens(values: Tensor, tokens: Tensor) -> Tensor:
-    """Return [B, W, V] and tokens [B, W] → the tokens' values [B, W]."""
+    """Return [B, W]: the values [B, W, V] at `tokens` [B, W]."""
     return values.gather(2, tokens[..., None])[..., 0]

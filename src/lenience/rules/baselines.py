@@ -1,4 +1,4 @@
-"""One of the models alone, or a server, in place of a rule."""
+"""Baselines: a model alone or a server, in place of a rule."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from lenience.rules.strict import Exact
 BASELINES = ("target", "draft")
 """Names of the models that may decode alone."""
 SERVED = "served:"
-"""Beginning of the name of an endpoint that decodes, see `lenience.integrations.endpoints`."""
+"""Prefix of the name of an endpoint that decodes, see `lenience.integrations.endpoints`."""
 
 
 @dataclass(frozen=True)
 class Baseline(Rule):
-    """Decode with one model alone, or let a server decode: nothing is drafted here."""
+    """A model that decodes alone, or a server that decodes, in place of a rule. Nothing is
+    drafted."""
 
     role: str
     """Role "target" or "draft", or the name of an endpoint, "served:NAME"."""
@@ -41,11 +42,11 @@ class Baseline(Rule):
 
 
 def is_baseline(rule: object) -> bool:
-    """Return whether a rule's text names a model or a server."""
+    """Return True if a rule's spec names a model or a server."""
     return rule in BASELINES or (isinstance(rule, str) and rule.startswith(SERVED))
 
 
 def served(rule: Rule) -> str | None:
-    """Return the name of the endpoint that a rule stands for; None for another rule."""
+    """Return the name of the endpoint that a rule stands for; None for any other rule."""
     role = rule.role if isinstance(rule, Baseline) else ""
     return role.removeprefix(SERVED) if role.startswith(SERVED) else None

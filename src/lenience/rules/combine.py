@@ -1,7 +1,7 @@
-"""How terms join into a rule, and the verdicts that a rule comes to.
+"""Rules made of terms, and their verdicts.
 
-`a|b` accepts what either accepts, `a&b` what both accept. The correction is the strict term's;
-where there is none it is drawn from the target's own distribution.
+`a|b` accepts a token that either accepts, `a&b` a token that both accept. The correction is the
+strict term's; without a strict term it is drawn from the target's own distribution.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lenience.rules.strict import Exact, Speculative
 
 @dataclass(frozen=True)
 class AllOf:
-    """Accepts the tokens that all of its terms accept: `judge:…&topk:4`. One term stands for
-    itself."""
+    """A conjunction of terms, which accepts the tokens that all terms accept: `judge:…&topk:4`. A
+    single term stands for itself."""
 
     terms: tuple[Term, ...]
 
@@ -49,20 +49,21 @@ class AllOf:
 
 @dataclass(frozen=True)
 class _Opinion:
-    """A lenient term's decisions on the windows."""
+    """Decisions of a lenient term on the windows."""
 
     accepted: Tensor
-    """[B, W] bool, within its floor and its span."""
+    """[B, W] bool: accepted tokens, within the term's floor and span."""
     logits: Tensor | None
-    """[B, W]: of a judge's scores."""
+    """[B, W]: logits of a judge's scores, if any."""
     defers: Tensor | None
-    """[B, W] bool: where the strict rule decides in its place; None for nowhere."""
+    """[B, W] bool: True where the strict rule decides instead; None for nowhere."""
 
 
 @dataclass(frozen=True)
 class AnyOf:
-    """Accepts the tokens that any of its parts accepts: `exact|judge:…`. Every rule is one; `str`
-    returns its spec. Raises InputError for parts that cannot be combined."""
+    """A disjunction of parts, which accepts the tokens that any part accepts: `exact|judge:…`.
+    Every rule parsed from a spec is an AnyOf; `str` returns its spec. Raises InputError for parts
+    that cannot be combined."""
 
     parts: tuple[AllOf, ...]
 
@@ -84,7 +85,7 @@ class AnyOf:
         return tuple(term for part in self.parts for term in part.terms)
 
     def with_terms(self, change: Callable[[Term], Term]) -> AnyOf:
-        """Return the same rule with each of its terms changed."""
+        """Return the rule with each of its terms replaced by `change(term)`."""
         return AnyOf(
             tuple(AllOf(tuple(map(change, part.terms))) for part in self.parts)
         )
@@ -101,12 +102,12 @@ class AnyOf:
 
     @property
     def heads(self) -> tuple[HeadReference, ...]:
-        """Return the fitted heads that it asks."""
+        """Return the trained heads that the rule uses."""
         return tuple(head for term in self.terms for head in term.heads)
 
     @cached_property
     def needs(self) -> Needs:
-        """Return the inputs that any of its terms requires. Raises InputError, see `Needs`."""
+        """Return the inputs that the rule's terms require. Raises InputError, see `Needs`."""
         return reduce(or_, (term.needs for term in self.terms))
 
     @property
@@ -122,8 +123,8 @@ class AnyOf:
         return next((term for term in self.terms if term.is_strict), None)
 
     def _strict(self, ctx: Context) -> Term:
-        """Return the strict term that is named, or meant; of tokens that were chosen for certain,
-        as a tree's, several may follow one, and `speculative` is to draw the target's."""
+        """Return the strict term, named or implied. On trees of chosen tokens `exact` replaces
+        `speculative`, so that the target's own draw decides between siblings."""
         strict = self._named_strict or (Exact() if ctx.greedy else Speculative())
         return Exact() if ctx.on_trees and isinstance(strict, Speculative) else strict
 
@@ -176,7 +177,7 @@ class AnyOf:
     def _opinion(
         term: Lenient, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
     ) -> _Opinion:
-        """Ask one term, where the strict rule accepts `exact`."""
+        """Query one term, given the tokens `exact` that the strict rule accepts."""
         accepted, logits = term.ask(draft, reading, ctx, exact)
         before = reading.logits[:, :-1]
         accepted = accepted & ctx.allowed(before, draft.tokens)
@@ -195,9 +196,9 @@ class AnyOf:
         least: Tensor,
         ctx: Context,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [B, W] bool: the accepted tokens while the terms' budgets last, `least` in any
-        case; and the number of lenient acceptances of each row's request before each position, None
-        without a budget."""
+        """Return the accepted tokens [B, W] bool while the terms' budgets last; tokens in `least`
+        are accepted in any case. Return also the number of the request's lenient acceptances before
+        each position [B, W]; None without a budget."""
         accepted = self._combined(opinions, exact, least, spent=-1)
         budgets = sorted({term.budget for term in opinions if term.budget is not None})
         if not budgets:
@@ -216,7 +217,7 @@ class AnyOf:
         least: Tensor,
         spent: int,
     ) -> Tensor:
-        """Return [B, W] bool: the accepted tokens if budgets up to `spent` are used up."""
+        """Return the accepted tokens [B, W] bool if budgets of up to `spent` are used up."""
         accepted = least
         for part in self.parts:
             masks = [
@@ -236,15 +237,15 @@ class AnyOf:
 
 
 def as_rule(term: Term) -> AnyOf:
-    """Return the rule of a single term."""
+    """Return a single term as a rule."""
     return AnyOf((AllOf((term,)),))
 
 
 def _next_tokens(
     term: Term, accepted: Tensor, draft: Draft, reading: Reading, ctx: Context
 ) -> Tensor:
-    """Return [B, W + 1]: the token after 0 … W accepted tokens. When sampling, only the one after
-    the actual number is valid."""
+    """Return [B, W + 1]: the token after 0 … W accepted tokens. When sampling, only the token after
+    the actual number of accepted tokens is valid."""
     if ctx.greedy:
         return term.greedy_next_tokens(draft, reading, ctx)
     token = term.next_token(_num_kept(accepted, draft), draft, reading, ctx)
@@ -254,8 +255,8 @@ def _next_tokens(
 def _deferred(
     opinions: Mapping[Lenient, _Opinion], used: Tensor | None
 ) -> Tensor | None:
-    """Return [B, W] bool: where the strict rule decides in a term's place, by its span and its
-    budget; None for nowhere."""
+    """Return [B, W] bool: True where the strict rule decides because a term defers or its budget is
+    used up; None for nowhere."""
     masks = []
     for term, opinion in opinions.items():
         if opinion.defers is not None:
@@ -268,8 +269,8 @@ def _deferred(
 def _at_next_token(
     mask: Tensor, accepted: Tensor, draft: Draft, ctx: Context
 ) -> Tensor:
-    """Return [B, W] → [B, W + 1], or [B, 1] when sampling: the mask where the next token stands;
-    the bonus is the same either way."""
+    """Return the mask [B, W] at the next token: [B, W + 1] when greedy, [B, 1] when sampling. The
+    bonus takes the mask's last column, since both rules give the same bonus."""
     mask = torch.cat([mask, mask[:, -1:]], 1)
     if ctx.greedy:
         return mask
@@ -277,26 +278,26 @@ def _at_next_token(
 
 
 def _count_before(mask: Tensor) -> Tensor:
-    """Return [B, W] bool → how many are true before each place."""
+    """Return [B, W]: the number of True entries of a mask [B, W] before each position."""
     return mask.cumsum(1) - mask.long()
 
 
 def _num_kept(accepted: Tensor, draft: Draft) -> Tensor:
-    """Return [B]: how many tokens are accepted before the first that is not."""
+    """Return [B]: the number of tokens accepted before the first rejection."""
     return (accepted & draft.proposed).cumprod(1).sum(1)
 
 
 def _verdicts(
     draft: Draft, exact: Tensor, accepted: Tensor, after: Tensor, scores: Tensor | None
 ) -> list[Verdict]:
-    """Return the verdicts on a chain. `exact`, `accepted` and, with a judge, the logits of its
-    `scores` are [B, W]; `after` [B, W + 1] follows 0 … W accepted tokens."""
-    # one synchronisation with the device for all that the rule decides
+    """Return the verdicts on chains. `exact`, `accepted` and, with a judge, the logits of its
+    `scores` are [B, W]. `after` [B, W + 1] is the token after 0 … W accepted tokens."""
+    # one synchronisation with the device for all decisions of the rule
     rows = _pack(draft, exact, accepted, after, scores).tolist()
     return [_unpack(row, draft.width) for row in rows]
 
 
-# A packed row, for a window of width W; positions behind the draft's length are padding:
+# A packed row, for a window of width W; positions beyond the draft's length are padding:
 #
 #     0      | 1 … W + 1      | W columns | W columns | W columns | W columns
 #     length | next tokens    | drafted   | exact     | accepted  | logits of the judge's scores

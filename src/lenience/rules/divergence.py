@@ -1,4 +1,4 @@
-"""Entropies and divergences of log-probabilities in nats, and distributions between two."""
+"""Entropies and divergences of log-probabilities in nats, and mentored decoding's distribution."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 
 
 def entropy(logs: Tensor) -> Tensor:
-    """Return […] nats, of log-probabilities […, V]."""
+    """Return the entropy […] in nats of log-probabilities […, V]."""
     return -weighted(logs, logs).sum(-1)
 
 
 def lump(logs: Tensor, tokens: Tensor) -> Tensor:
-    """Return […, V] log-probabilities → […, k + 1]: those of some `tokens` […, k], and the last of
-    all others together."""
-    # 1 less the others' sum would be rounding alone
+    """Return log-probabilities […, k + 1] from log-probabilities […, V]: those of `tokens` […, k],
+    and last that of all other tokens together."""
+    # 1 minus the sum of the others would be rounding error alone
     rest = logs.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([logs.gather(-1, tokens), rest], -1)
 
 
 def weighted(logs: Tensor, values: Tensor) -> Tensor:
-    """Return exp(logs) · values, 0 where the probability is 0."""
+    """Return exp(logs) · values, or 0 where the probability is 0."""
     return torch.where(logs > -torch.inf, logs.exp() * values, 0.0)
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL(p ‖ q) […] in nats, of log-probabilities […, V]. A token that q cannot predict,
-    such as one that only p's embedding has a row for, counts with probability exp(−1000)."""
+    """Return KL(p ‖ q) […] in nats for log-probabilities […, V]. A token that q cannot predict, for
+    example because only p's model has it in its vocabulary, counts with probability exp(−1000)."""
     return weighted(p, p - q.clamp(min=-1000)).sum(-1).clamp(min=0)
 
 
 def js(p: Tensor, q: Tensor) -> Tensor:
-    """Return […] Jensen–Shannon divergence in nats, of log-probabilities […, V]."""
+    """Return the Jensen–Shannon divergence […] in nats of log-probabilities […, V]."""
     middle = torch.logaddexp(p, q) - math.log(2)
     return ((weighted(p, p - middle) + weighted(q, q - middle)).sum(-1) / 2).clamp(
         0, math.log(2)
@@ -42,7 +42,7 @@ def js(p: Tensor, q: Tensor) -> Tensor:
 
 
 def tv(p: Tensor, q: Tensor) -> Tensor:
-    """Return […] total variation distance, of log-probabilities […, V]."""
+    """Return the total variation distance […] of log-probabilities […, V]."""
     return (p.exp() - q.exp()).abs().sum(-1).clamp(max=2) / 2
 
 
@@ -54,19 +54,19 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def mentor(target: Tensor, drafted: Tensor, most: float) -> Tensor:
-    """Return […, V] float64: of the distributions π with KL(target ‖ π) ≤ `most`, the one with the
-    largest Σ min(π, drafted), so that most of the draft's tokens are accepted: clip(drafted, low ·
-    target, high · target).
+    """Return π […, V] float64: the distribution with the largest acceptance Σ min(π, drafted) among
+    those with KL(target ‖ π) ≤ `most` (mentored decoding, Tran-Thien 2023). It has the form
+    clip(drafted, low · target, high · target).
 
-    The smaller `low`, the less mass moves from the tokens that the draft thinks too much of to the
-    others, and the larger the divergence; `high` follows, as π sums to 1. `low` is searched for.
+    A smaller `low` moves less mass away from the draft's distribution and gives a larger
+    divergence. `high` follows from Σ π = 1, and `low` is found by bisection.
     """
     p = target.double()
     q = drafted.double()
     if most == 0:
         return p
     clipping = _Clipping(p, q)
-    worst = torch.full_like(p[..., :1], -70.0)  # of log(low), as is best
+    worst = torch.full_like(p[..., :1], -70.0)  # bounds on log(low)
     best = torch.zeros_like(worst)
     for _ in range(60):
         middle = (worst + best) / 2
@@ -78,8 +78,8 @@ def mentor(target: Tensor, drafted: Tensor, most: float) -> Tensor:
 
 
 class _Clipping:
-    """The divergence of p […, V] from clip(q, low · p, high · p), by sums over the tokens sorted
-    by their ratio q / p."""
+    """Divergence of p […, V] from clip(q, low · p, high · p), computed from cumulative sums over
+    the tokens sorted by their ratio q / p."""
 
     def __init__(self, p: Tensor, q: Tensor):
         self.ratio, order = torch.where(p > 0, q / p, torch.inf).sort(-1)
@@ -93,14 +93,14 @@ class _Clipping:
         self.above_p = _above(p_sorted)
         self.above_q = _above(q_sorted)
         taken = self.above_q[..., 1:] - self.ratio * self.above_p[..., 1:]
-        # what `high` takes away where it is the ratio of a token; falls from token to token
+        # mass above `high` if `high` is a token's ratio; falls from token to token
         self.taken = torch.where(p_sorted > 0, taken, -1.0).nan_to_num(-1.0)
-        # what q gives to tokens that p does not allow; must move in any case
+        # q's mass on tokens that p forbids, which must always move
         self.forbidden = q.masked_fill(p > 0, 0).sum(-1, keepdim=True)
 
     def divergence(self, low: Tensor) -> tuple[Tensor, Tensor]:
-        """Return […, 1]: KL(p ‖ clipped), infinite where something would be left to forbidden
-        tokens, and `high`."""
+        """Return KL(p ‖ clipped) […, 1] and `high` […, 1]. The divergence is infinite if some mass
+        would be left on tokens that p forbids."""
         i = torch.searchsorted(self.ratio, low)
         moved = low * self.below_p.gather(-1, i) - self.below_q.gather(-1, i)
         j = torch.searchsorted(-self.taken, -moved)
@@ -117,10 +117,10 @@ class _Clipping:
 
 
 def _below(values: Tensor) -> Tensor:
-    """Return […, V + 1]: the sum of the values before each place."""
+    """Return […, V + 1]: the sum of the values before each index."""
     return torch.nn.functional.pad(values.cumsum(-1), (1, 0))
 
 
 def _above(values: Tensor) -> Tensor:
-    """Return […, V + 1]: the sum of the values from each place on."""
+    """Return […, V + 1]: the sum of the values from each index on."""
     return torch.nn.functional.pad(values.flip(-1).cumsum(-1).flip(-1), (0, 1))

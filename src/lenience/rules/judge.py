@@ -1,4 +1,4 @@
-"""The rule that asks a fitted head."""
+"""The rule that accepts tokens by a trained head."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ class Judge(HeadReference, Lenient):
 
     path: str = field(default=BUILT_IN, metadata=spec.PLACED)
     strict: str = field(default="", kw_only=True)
-    """A regular expression: where it is found in the drafted token or in the target's own, the
-    judge must be surer."""
+    """Regular expression; where it matches the drafted token's text or that of the target's own
+    token, the judge needs a higher score."""
     by: float = field(default=0.0, kw_only=True)
-    """Margin of the score's logit at these tokens."""
+    """Margin added to the minimum logit of the score at the tokens that `strict` matches."""
     recall: float | None = field(default=None, kw_only=True)
-    """Share of important tokens to reject, in place of `threshold`: the threshold with this recall
-    on samples that the head was not fitted to."""
+    """Share of important tokens to reject, instead of `threshold`: the threshold with this recall
+    on samples outside the head's training data."""
     logit: float | None = field(default=None, kw_only=True)
-    """Least logit of the score, in place of `threshold`: log(p / (1 - p)) for a probability p."""
+    """Minimum logit of the score, instead of `threshold`: log(p / (1 - p)) for a probability p."""
     name = "judge"
     role = "judge"
     built_in = BUILT_IN
     implies_strict = True
     has_threshold = True
     highest = math.nextafter(1, 2)
-    """Largest threshold, which accepts nothing even if an important token has a score of 1."""
+    """Largest allowed threshold, just above 1. It accepts nothing, even if an important token has a
+    score of 1."""
 
     def __post_init__(self) -> None:
         HeadReference.__post_init__(self)
@@ -82,7 +83,7 @@ class Judge(HeadReference, Lenient):
         return Needs(states, inputs.layers if "target" in inputs.models else None)
 
     def _check_bound(self) -> None:
-        """Raise InputError for several bounds, or one that is out of its range."""
+        """Raise InputError for more than one bound, or a recall out of range."""
         given = (self.threshold, self.recall, self.logit)
         if sum(bound is not None for bound in given) > 1:
             raise InputError(
@@ -108,11 +109,12 @@ class Judge(HeadReference, Lenient):
 
     @property
     def least_logit(self) -> float:
-        """Return the least logit of a score that is accepted."""
+        """Return the minimum logit of an accepted score."""
         return logit(self.bound) if self.logit is None else self.logit
 
     def thresholds(self) -> list[float]:
-        """Return those listed when the head was fitted, else the head's own."""
+        """Return the thresholds listed when the head was trained, strictest first, or else the
+        head's own threshold."""
         listed = [row["threshold"] for row in self.head.metrics.get("thresholds", [])]
         usable = sorted(
             {threshold for threshold in listed if threshold <= 1}, reverse=True
@@ -130,7 +132,7 @@ class Judge(HeadReference, Lenient):
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         if looks_cheaply(exact) and bool((exact | ~draft.proposed).all()):
-            return exact, None  # nothing would be rejected, and nobody need be asked
+            return exact, None  # nothing would be rejected, so skip the head
         logits = self.head.window_logits(draft, reading, ctx)
         least: Tensor | float = self.least_logit
         if self.strict:
@@ -141,7 +143,7 @@ class Judge(HeadReference, Lenient):
 
 
 def logit(threshold: float) -> float:
-    """Return the logit of a probability; infinite at 0 and 1."""
+    """Return the logit of a probability: -inf at 0 or below, inf at 1 or above."""
     if not 0 < threshold < 1:
         return math.copysign(math.inf, threshold - 0.5)
     return math.log(threshold / (1 - threshold))

@@ -1,7 +1,7 @@
-"""The lenient rules that need no training.
+"""Lenient rules that need no training.
 
-They read the target's and the draft's distributions at the request's temperature (1 when greedy),
-before truncation; a token that truncation or a processor forbids is never accepted.
+The rules compare the target's and the draft's distributions at the request's temperature (1 when
+greedy), before truncation. A token that truncation or a processor forbids is never accepted.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from lenience.rules.strict import accept_ratio, correct
 @dataclass(frozen=True)
 class Lenience(Lenient):
     """Accept with probability min(1, target / (factor · draft)) (Leviathan 2023, appendix A.5). No
-    token comes with more than 1/factor times its probability; the correction is that of
-    `speculative`. When greedy, accept a token whose probability is at least factor times that of
-    the target's most probable token."""
+    token is produced with more than 1/factor times its probability under the target. The correction
+    is that of `speculative`. When greedy, accept a token whose probability is at least `factor`
+    times that of the target's most probable token."""
 
     factor: float
     name = "lenient"
@@ -66,9 +66,10 @@ class Lenience(Lenient):
 
 @dataclass(frozen=True)
 class TopK(Lenient):
-    """Accept a token among the target's k most probable ones at its own position (Bachmann 2025).
-    With `margin` its probability must also be at least the highest one minus `margin`
-    (TensorRT-LLM's relaxed acceptance), with `ratio` at least `ratio` times the highest one."""
+    """Accept a token among the target's k most probable tokens at its own position (Bachmann 2025).
+    With `margin` its probability must also be at least the highest probability minus `margin`
+    (TensorRT-LLM's relaxed acceptance), with `ratio` at least `ratio` times the highest
+    probability."""
 
     k: int
     margin: float = field(default=math.inf, kw_only=True)
@@ -134,14 +135,15 @@ class Rollback(Lenient):
 
 @dataclass(frozen=True)
 class Fuzzy(Lenient):
-    """Accept where the divergence between target and draft is below the threshold: fuzzy
+    """Accept a token if the divergence between target and draft is below the threshold: fuzzy
     speculative decoding (FSD, Holsman 2025). The divergence is KL(target ‖ draft) in nats,
     Jensen–Shannon in nats (at most ln 2), or total variation (at most 1)."""
 
     divergence: str
     threshold: float
     top: int | None = None
-    """Tell apart only so many of the target's most probable tokens; the others count as one."""
+    """Number of the target's most probable tokens to compare one by one; all other tokens count as
+    one. None compares all tokens."""
     name = "fuzzy"
     needs = Needs(Parts.PROBS)
     has_threshold = True
@@ -172,7 +174,7 @@ class Fuzzy(Lenient):
 
 @dataclass(frozen=True)
 class GuardedKL(Lenient):
-    """Accept a mismatch where KL(target ‖ draft) is below `most` nats, unless the target is sure
+    """Accept a mismatch if KL(target ‖ draft) is below `most` nats, unless the target is sure
     (JuDi, Sun 2026). The target is sure if its largest probability is above `guard`. Alone, the
     rule means `exact|kl:…` when greedy and `speculative|kl:…` when sampling."""
 
@@ -225,7 +227,7 @@ class Ensemble(Lenient):
         mixed = self._mixed(
             logs.exp(), self._at_temperature(draft, ctx, logs.shape[-1])
         )
-        # never below the floor, but the target's own choice always may be
+        # never below the floor, except for the target's own choice
         floor = math.log(self.floor) if self.floor else -torch.inf
         least = logs.amax(-1, keepdim=True).clamp(max=floor)
         mixed = mixed.where((before > -torch.inf) & (logs >= least), -1.0)
@@ -254,9 +256,10 @@ class Ensemble(Lenient):
 
 @dataclass(frozen=True)
 class Fly(Lenient):
-    """Accept a mismatch where the target is unsure and agrees with the tokens that follow (FLy, Li
-    2025, in vLLM's form). Unsure: −Σ p ln p over its three most probable tokens is at least
-    `entropy`. Agrees: the strict rule accepts each of the next `window` drafted tokens."""
+    """Accept a mismatch if the target is unsure and agrees with the tokens that follow (FLy, Li
+    2025, in vLLM's form). The target is unsure if −Σ p ln p over its three most probable tokens is
+    at least `entropy`. It agrees if the strict rule accepts each of the next `window` drafted
+    tokens."""
 
     entropy: float = 0.3
     window: int = 6
@@ -271,9 +274,9 @@ class Fly(Lenient):
     ) -> tuple[Tensor, None]:
         logs = ctx.log_probs(reading.logits[:, :-1])
         unsure = entropy(logs.topk(min(3, logs.shape[-1])).values) >= self.entropy
-        # how many places have a whole window after them
+        # number of positions that have a whole window after them
         n = max(0, draft.width - self.window)
-        # [B, W + 1]: how many the strict rule accepts before each place
+        # [B, W + 1]: number of tokens before each position that the strict rule accepts
         agreed = torch.nn.functional.pad((exact & draft.proposed).cumsum(1), (1, 0))
         follows = (  # [B, n]
             agreed[:, 1 + self.window :] - agreed[:, 1 : 1 + n] == self.window
@@ -283,9 +286,9 @@ class Fly(Lenient):
 
 @dataclass(frozen=True)
 class Mentored(Lenient):
-    """Verify against the distribution within `most` nats of the target's that accepts most of the
-    draft (mentored decoding, Tran-Thien 2023). 0 is speculative sampling; there is no greedy
-    form."""
+    """Verify against the distribution that accepts most draft tokens among those within `most` nats
+    of the target's (mentored decoding, Tran-Thien 2023). `most` 0 is speculative sampling. There is
+    no greedy form."""
 
     most: float
     name = "mentored"
@@ -314,7 +317,7 @@ class Mentored(Lenient):
 @dataclass(frozen=True)
 class Random(Lenient):
     """Accept a token with probability `rate`, whether it matches or not (Holsman 2025, appendix E).
-    Any rule must beat this floor. `exact|random:…` accepts mismatches at random."""
+    Any useful rule must beat this floor. `exact|random:…` accepts mismatches at random."""
 
     rate: float
     name = "random"
@@ -327,8 +330,8 @@ class Random(Lenient):
 
 
 def _compared(term: Lenient, draft: Draft, ctx: Context) -> Tensor:
-    """Return [B, W, V]: the draft's log-probabilities. Raises InputError where there are none to
-    compare."""
+    """Return the draft's log-probabilities [B, W, V]. Raises InputError for a drafter without a
+    distribution."""
     if draft.logits is None:
         raise InputError(
             f"rule {term}: compares the draft's distribution with the target's, and "

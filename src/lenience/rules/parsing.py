@@ -1,4 +1,4 @@
-"""Read a rule from its spec."""
+"""Rules parsed from their specs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ELSEWHERE = {
     "all": "stands for every rule in a comparison alone; name one",
     "certified": "write certified:RUN, with a run folder that has a certificate",
 }
-"""Answers to names that other libraries use for rules."""
+"""Hints for names that are valid elsewhere but are no rules."""
 
 
 def parse_rule(rule: str | Term | Rule) -> Rule:
-    """Return a rule from its spec, such as "topk:3" or "judge:runs/gsm8k/judge@0.9", or from a
-    single term. A Rule is returned as it is. Raises InputError for a wrong spec."""
+    """Return the rule for a spec, such as "topk:3" or "judge:runs/gsm8k/judge@0.9", or for a single
+    term. A Rule is returned unchanged. Raises InputError for a wrong spec."""
     if isinstance(rule, str):
         return parse_spec(rule)
     if isinstance(rule, Term):
@@ -33,7 +33,7 @@ def parse_rule(rule: str | Term | Rule) -> Rule:
 
 
 def parse_spec(text: str) -> AnyOf:
-    """Return a rule from its spec. Raises InputError for a wrong spec."""
+    """Return the rule for a spec. Raises InputError for a wrong spec."""
     if text in ELSEWHERE:
         raise InputError(f"rule {text!r}: {ELSEWHERE[text]}")
     try:
@@ -48,6 +48,6 @@ def _part(text: str) -> AllOf:
 
 
 def terms(rule: str) -> tuple[Term, ...]:
-    """Return the terms of a rule's spec, none for a model alone. Raises InputError as `parse_spec`
+    """Return the terms of a rule's spec; none for a baseline. Raises InputError as `parse_spec`
     does."""
     return () if is_baseline(rule) else parse_spec(rule).terms

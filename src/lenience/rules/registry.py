@@ -1,4 +1,4 @@
-"""The rules by name."""
+"""Registry of the rules by name."""
 
 from __future__ import annotations
 
@@ -37,4 +37,5 @@ RULES: dict[str, type[Term]] = {
         Judge,
     )
 }
-"""A rule is added here, and is then known to specs, comparisons and the property tests."""
+"""Term class of each rule name. Specs, comparisons and the property tests cover every rule listed
+here."""

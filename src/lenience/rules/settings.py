@@ -1,4 +1,4 @@
-"""Settings of a named rule: a grid to compare, a ladder to certify."""
+"""Settings of a rule: the grid for comparisons, and the ladder for certification."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from lenience.rules.parsing import parse_spec
 from lenience.rules.registry import RULES
 
 JUDGED = (0.5, 0.8, 0.9, 0.98, 0.995, 0.998)
-"""The recalls at whose thresholds "all" tries a judge."""
+"""Recalls at whose thresholds a comparison with "all" tries a judge."""
 
 
 def grid() -> tuple[str, ...]:
-    """Return every rule's own settings, which the rule "all" stands for."""
+    """Return the settings of every rule, for which the rule "all" stands."""
     return tuple(setting for term in RULES.values() for setting in term.grid)
 
 
 def expand(rules: Sequence[str], temperature: float) -> list[str]:
-    """Return the rules with "all" replaced by the grid, and judges without a threshold at several.
-    When greedy, the grid leaves out rules that equal `exact` or have no greedy form."""
+    """Return the rules to compare. If "all" is among them, it is replaced by the grid, and each
+    judge without a threshold by several thresholds. When greedy, the grid leaves out rules that
+    equal `exact` or have no greedy form."""
     if "all" not in rules:
         return list(rules)
     expanded: list[str] = []
@@ -46,8 +47,8 @@ def _applies(setting: str, temperature: float) -> bool:
 
 
 def _at_recalls(rule: str) -> list[str]:
-    """Return a judge that is given without a threshold, at those of JUDGED; another rule as it
-    is."""
+    """Return a judge without a threshold at the thresholds for the recalls in JUDGED; any other
+    rule unchanged."""
     terms = parse_spec(rule).terms
     if len(terms) > 1 or not terms[0].open_threshold:
         return [rule]
@@ -63,9 +64,13 @@ def _at_recalls(rule: str) -> list[str]:
 
 
 def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
-    """Return a rule's settings from strict to lenient: of a judge without a threshold, those it was
-    fitted with; of a rule's name, such as topk or fuzzy:js, those of its grid; with `thresholds`,
-    those, the strictest first; else the rule as it is."""
+    """Return a rule's settings from strict to lenient.
+
+    With `thresholds` these are the settings, strictest first. Otherwise a judge without a threshold
+    has the thresholds listed when it was trained, a rule's bare name such as topk or fuzzy:js has
+    its grid, and any other rule is its only setting. Raises InputError for thresholds of a rule
+    that has none, and for several open thresholds.
+    """
     named = spec.named_settings(rule, grid())
     if named:
         if not thresholds:

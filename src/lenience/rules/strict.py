@@ -1,4 +1,4 @@
-"""The strict rules, which keep the target's own output, or its distribution."""
+"""Strict rules, which keep the target's own output, or its distribution."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Exact(Term):
 class Speculative(Term):
     """Accept with probability min(1, target/draft): speculative sampling (Leviathan 2023, algorithm
     1; Chen 2023). The correction is drawn from the normalised positive part of target − draft.
-    Lossless; the same as `exact` when greedy."""
+    Lossless; equals `exact` when greedy."""
 
     name = "speculative"
     verifies = "down"
@@ -71,9 +71,9 @@ class Speculative(Term):
 
 @dataclass(frozen=True)
 class Block(Term):
-    """Verify a window's tokens as a whole: block verification (Sun 2024, algorithm 2). A probable
-    token may carry those before it. Lossless; accepts at least as many tokens as `speculative` on
-    average, and is the same as `exact` when greedy."""
+    """Verify a window's tokens as a whole: block verification (Sun 2024, algorithm 2). A token that
+    the target finds probable can carry the tokens before it. Lossless; on average accepts at least
+    as many tokens as `speculative`, and equals `exact` when greedy."""
 
     name = "block"
     verifies = "up"
@@ -89,7 +89,7 @@ class Block(Term):
         target = ctx.probs(reading.logits).double()
         drafted = draft_distributions(draft, ctx, target.shape[-1]).double()
         share = self._shares(target, drafted, draft)  # [B, W + 1]
-        # [B, W]: what is left of the target after 0 … W - 1 tokens
+        # [B, W]: the target's remaining mass after 0 … W - 1 tokens
         rest = (share[:, :-1, None] * target[:, :-1] - drafted).clamp(min=0).sum(-1)
         left = rest + 1 - share[:, :-1]
         # 0 / 0: the next token is certain
@@ -97,7 +97,7 @@ class Block(Term):
         places = torch.arange(1, draft.width + 1, device=draft.tokens.device)
         ends = places == draft.lengths[:, None]
         later = torch.cat([stays[:, 1:], share[:, -1:]], 1)
-        chance = torch.where(ends, share[:, 1:], later)  # [B, W]: to keep so many
+        chance = torch.where(ends, share[:, 1:], later)  # [B, W]: to keep 1 … W tokens
         passed = (
             uniform(ctx.noise_keys(draft.width, "accept", device=chance.device))
             < chance
@@ -117,8 +117,9 @@ class Block(Term):
 
     @staticmethod
     def _shares(target: Tensor, drafted: Tensor, draft: Draft) -> Tensor:
-        """Return [B, W + 1]: p of the algorithm for the first 0 … W tokens, from the distributions
-        [B, W + 1, V] and [B, W, V]; trusted tokens are a prefix that was not drafted."""
+        """Return [B, W + 1]: the probabilities p of the algorithm for the first 0 … W tokens, from
+        the target's distributions [B, W + 1, V] and the draft's [B, W, V]. Trusted tokens leave p
+        unchanged."""
         own = gather_tokens(target[:, :-1], draft.tokens)
         ratios = (own / gather_tokens(drafted, draft.tokens)).nan_to_num(0.0)
         if draft.kept_unasked is not None:
@@ -132,8 +133,8 @@ class Block(Term):
 def accept_ratio(
     aim: Tensor, draft: Draft, ctx: Context, factor: float = 1.0
 ) -> Tensor:
-    """Return [B, W] bool: accept each drafted token with probability min(1, aim / (factor ·
-    draft)), of the distribution `aim` [B, W, V]."""
+    """Return [B, W] bool: each drafted token accepted with probability min(1, aim / (factor ·
+    draft)), where `aim` [B, W, V] is the distribution to verify against."""
     chance = uniform(ctx.noise_keys(draft.width, "accept", device=aim.device))  # [B, W]
     # chance < aim / drafted, without the division: a token that the target forbids is never
     # accepted
@@ -144,16 +145,16 @@ def accept_ratio(
 def correct(
     aim: Tensor, share: float | Tensor, kept: Tensor, draft: Draft, ctx: Context
 ) -> Tensor:
-    """Return [B]: the token after `kept` [B] ones, drawn from the normalised positive part of share
-    · aim − draft, where `aim` [B, V] is the distribution there; from `aim` itself where the window
-    was kept whole."""
+    """Return [B]: the token after `kept` [B] accepted tokens. It is drawn from the normalised
+    positive part of share · aim − draft, where `aim` [B, V] is the distribution at that position,
+    or from `aim` itself if the whole window was kept."""
     keys = next_token_keys(kept, draft, ctx)
     if not draft.width:
         return gumbel_argmax(aim, keys)
     rest = (share * aim - draft_distribution(draft, ctx, kept, aim.shape[-1])).clamp(
         min=0
     )
-    # a window kept whole has a bonus from the target itself; so have equal distributions, rejected
-    # by rounding alone
+    # a window kept whole gets a bonus from the target itself; so do equal distributions, where only
+    # rounding can cause a rejection
     whole = (kept == draft.lengths) | ~rest.any(-1)
     return gumbel_argmax(torch.where(whole[:, None], aim.to(rest.dtype), rest), keys)

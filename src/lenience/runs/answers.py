@@ -30,7 +30,8 @@ MOST_SCORED = 64
 
 
 def for_task(decoder: Decoder, options: Mapping[str, Any], task: Task) -> Decoder:
-    """Return a decoder with the task's length limit and stop strings where `options` name none."""
+    """Return the decoder with the task's length limit and stop strings, unless `options` sets
+    them."""
     own = {"max_new_tokens": task.max_new_tokens, "stop_strings": task.stop_strings}
     return decoder.with_options(
         {name: value for name, value in own.items() if options.get(name) is None}
@@ -43,7 +44,7 @@ class Answer(Record):
     id: str
     rule: str
     setting: str = ""
-    """All options of decoding that are not the defaults, as `Decoder.parse` takes them."""
+    """Decoding options that differ from the defaults, in the form that `Decoder.parse` reads."""
     text: str = ""
     answer: AnswerValue
     correct: bool
@@ -57,20 +58,20 @@ class Answer(Record):
     accepted_exact: int = 0
     accepted_lenient: int = 0
     kept_by_lenience: int | None = None
-    """Number of its tokens that the strict rule would reject; None in older journals."""
+    """Number of tokens of origin "draft-lenient" or "draft-trusted"; None in older journals."""
     flops: float | None = None
-    """Floating-point operations of all that both models read for it; what a row had in common with
-    the answer before it was not read again. None where they are not known."""
+    """Floating-point operations of both models' forward passes for this answer. A cached prefix
+    shared with the row's previous answer is not counted again. None if unknown."""
     flops_as_sprinter: float | None = None
-    """FLOPs as SPRINTER (Zhong 2025) counts them: embeddings as products, and no target pass for
-    tokens that a gate let through."""
+    """FLOPs as SPRINTER (Zhong 2025) counts them: embeddings count as matrix products, and tokens
+    that a gate let through cost the target nothing."""
     closest: float | None = None
-    """The highest of a judge's scores of the tokens that were rejected, 0 without any: above it the
-    answer is the same at any lower threshold. None where a rejected token has no score."""
+    """Highest judge score among rejected tokens; 0 if no token was rejected. A lower threshold
+    above this score gives the same answer. None if a rejected token has no score."""
     seconds: float | None = None
-    """Seconds that this answer added to its batch."""
+    """Seconds from the previous finished answer to this one, so that they add up to the total."""
     trace: list[tuple[str, str, float | None]] | None = None
-    """Text, origin and judge's score of each token, if kept."""
+    """Text, origin and judge score of each token, if kept."""
 
 
 @dataclass
@@ -84,7 +85,7 @@ class _Decoded:
 
 
 class Answers:
-    """The answers that a journal holds, and those that are still to be decoded."""
+    """Decoders' answers to a task's samples: read from the journal, or else decoded and added."""
 
     def __init__(self, pair: Pair, task: Task, path: Path, batch_size: int = 32):
         self.pair = pair
@@ -92,10 +93,10 @@ class Answers:
         self.batch_size = batch_size
         self.journal = Journal(path)
         self.decoded = 0
-        """Number of answers decoded since."""
+        """Number of answers decoded by this object."""
         self._known: dict[tuple[str, str], Answer] = {}
         self._known_by_rule: dict[tuple[str, str], Answer] = {}
-        """Answers of journals without settings: one of version 0.1 holds one setting of each
+        """Answers by rule and id from journals of version 0.1, which hold one unnamed setting per
         rule."""
         for line, record in enumerate(self.journal.resume(), 1):
             self._keep(Answer.read(record, f"{path}, line {line}"))
@@ -107,7 +108,7 @@ class Answers:
             self._known_by_rule[answer.rule, answer.id] = answer
 
     def known(self, decoder: Decoder, samples: Sequence[Sample]) -> dict[str, Answer]:
-        """Return the answers that are there already, by their samples' ids."""
+        """Return the decoder's answers that the journal already holds, by sample id."""
         setting = str(decoder)
         rule = str(decoder.rule)
         by_id = {}
@@ -127,11 +128,11 @@ class Answers:
         phase: str = "decoding",
         traced: Iterable[str] = (),
     ) -> list[Answer]:
-        """Return the answers to `samples`, in order; those of ids in `traced` keep the origin of
-        every token.
+        """Return the answers to `samples`, in order. New answers keep their token trace if their id
+        is in `traced`.
 
         A task with its own scoring scores in a thread, so that a slow scorer does not stall
-        decoding. Scored answers are in the journal however the run ends.
+        decoding. Scored answers reach the journal even if the run fails.
         """
         known = self.known(decoder, samples)
         left = [sample for sample in samples if sample.id not in known]
@@ -167,7 +168,7 @@ class Answers:
     def _write(
         self, decoder: Decoder, decoded: _Decoded, score: Score, traced: bool
     ) -> None:
-        """Write a scored answer into the journal."""
+        """Append a scored answer to the journal."""
         out = decoded.out
         trace: list[tuple[str, str, float | None]] | None = None
         if traced and out.trace:
@@ -201,7 +202,7 @@ class Answers:
         self._add(answer)
 
     def adopt(self, decoder: Decoder, answers: Iterable[Answer]) -> None:
-        """Take answers of another decoder for this one's, as they are known to be the same."""
+        """Record answers of another decoder, known to be identical, as answers of `decoder`."""
         setting = str(decoder)
         rule = str(decoder.rule)
         for answer in answers:
@@ -215,8 +216,8 @@ class Answers:
 
 
 def reading_flops(pair: Pair, out: Generation) -> tuple[float, float] | None:
-    """Return the floating-point operations of the models' reading for an answer, and the same by
-    SPRINTER's count (Zhong 2025); None if a model's cost is unknown."""
+    """Return the floating-point operations of all forward passes for an answer: the full count, and
+    SPRINTER's count (Zhong 2025). None if a model's cost is unknown."""
     read = {"target": out.target_tokens, "draft": out.draft_tokens}
     asked = dict(read)
     if out.stop.startswith("gate:") and out.target_passes:
@@ -235,7 +236,8 @@ def reading_flops(pair: Pair, out: Generation) -> tuple[float, float] | None:
 
 
 def _flops(pair: Pair, decoder: Decoder, out: Generation) -> dict[str, float]:
-    """Return the same; nothing where something else than the models reads, or proposes."""
+    """Return `reading_flops` by field name; empty for another engine, or a drafter other than the
+    draft model."""
     if pair.engine_name != OWN or not (
         decoder.alone or str(decoder.drafter) == "model"
     ):
@@ -255,8 +257,8 @@ Scored = tuple[list[tuple[_Decoded, Score]], Exception | None]
 
 
 class _Scoring:
-    """Scores answers and hands them to `keep`. Where a task scores in its own way, it is asked in a
-    thread, about as many answers as have come while it was busy, at most MOST_SCORED."""
+    """A scorer that passes each scored answer to `keep`. A task's own scoring runs in a worker
+    thread, on batches of the answers that arrived meanwhile, at most MOST_SCORED."""
 
     def __init__(self, task: Task, keep: Callable[[_Decoded, Score], None]):
         self.task = task
@@ -266,7 +268,8 @@ class _Scoring:
         self._running: Future[Scored] | None = None
 
     def add(self, decoded: _Decoded) -> None:
-        """Score an answer, now or later. Raises the task's exception."""
+        """Score an answer at once, or queue it for the worker thread. Raises the task's
+        exception."""
         if not self.task.scores_batches:
             self.keep(decoded, *self.task.score([(decoded.out.text, decoded.sample)]))
             return
@@ -275,8 +278,7 @@ class _Scoring:
             self._next()
 
     def finish(self) -> None:
-        """Score all waiting answers. Raises the task's first exception, after the rest was
-        scored."""
+        """Score all queued answers, then raise the task's first exception, if any."""
         errors = []
         while self._running or self._waiting:
             try:
@@ -288,7 +290,7 @@ class _Scoring:
             raise errors[0]
 
     def _next(self) -> None:
-        """Keep the answers scored so far, waiting for them, and score the next ones."""
+        """Wait for the running batch, submit the next one and keep the finished scores."""
         scored, error = self._running.result() if self._running else ([], None)
         part = self._waiting[:MOST_SCORED]
         self._waiting = self._waiting[MOST_SCORED:]
@@ -309,7 +311,7 @@ class _Scoring:
         except Exception as error:
             if len(batch) == 1:
                 return [], error
-        # what can be scored is kept
+        # one by one, so that a failure does not lose the other scores
         parts = [self._score([decoded]) for decoded in batch]
         errors = [error for _, error in parts if error]
         return [pair for scored, _ in parts for pair in scored], errors[

@@ -45,16 +45,18 @@ FROM_CERTIFICATE = (
     "max_new_tokens",
     "stop_strings",
 )
-"""The options that are the certificate's where a caller leaves them out; others are the
+"""Options taken from the certificate if the caller omits them; other omitted options take their
 defaults."""
 
 
 def is_certified(rule: object) -> bool:
+    """Return True if a rule has the form "certified:RUN"."""
     return isinstance(rule, str) and rule.startswith(PREFIX)
 
 
 def refuse_certified(rules: Iterable[str]) -> None:
-    """Raise InputError for a rule "certified:RUN", where settings of one's own are compared."""
+    """Raise InputError if a rule is "certified:RUN", for commands that compare explicit
+    settings."""
     for rule in rules:
         if is_certified(rule):
             raise InputError(
@@ -64,7 +66,7 @@ def refuse_certified(rules: Iterable[str]) -> None:
 
 
 class TriedSetting(Record):
-    """How the test of one setting ended."""
+    """The outcome of one setting's test."""
 
     rule: str
     window: int
@@ -73,22 +75,23 @@ class TriedSetting(Record):
     n: int
     losses: float
     paired: float | None = None
-    """On how many prompts the target was right and this is wrong; None where references are not
-    asked for."""
+    """Number of prompts on which the target was right and this setting wrong; None if the loss
+    needs no references."""
     upper_bound: float
-    """Upper bound on this setting's mean loss, as if it alone had been tried."""
+    """Upper bound on this setting's mean loss, as if it were the only setting tested."""
     passed: bool
     hopeless: bool
-    """True if testing it stopped before the last look."""
+    """True if the test was given up as futile."""
     tokens_per_pass: float
     accuracy: float
     target_accuracy: float
-    """On the first of them, at most 50: the target's answer to each is not needed."""
+    """Accuracy of the target alone on the first prompts, at most 50; the test does not need its
+    answer to every prompt."""
     tokens_per_second: float | None = None
     """Speed in the race on the tuning machine; None without a race."""
 
     def verdict(self, max_drop: float) -> str:
-        """Return how its test ended, in words."""
+        """Return the test's outcome as a phrase."""
         if self.passed:
             return "passes"
         if not self.hopeless:
@@ -96,20 +99,19 @@ class TriedSetting(Record):
         return "too few prompts" if self.losses <= max_drop * self.n else "given up"
 
     def decoder(self, shared: Decoder) -> Decoder:
-        """Return the whole decoder; options that the setting does not name are those of
-        `shared`."""
+        """Return the setting's decoder; options that it does not set come from `shared`."""
         return shared.with_options(
             {"rule": self.rule, "window": self.window, **self.options}
         )
 
 
 class Certified(TriedSetting):
-    """The setting that is certified."""
+    """The certified setting."""
 
     threshold: float | None
     heads: dict[str, str]
-    """Locations of its heads by their paths in the rule: within the run folder, or on this
-    machine."""
+    """Location of each head by its path in the rule: relative to the run folder if inside it,
+    otherwise absolute, or a Hub name."""
 
 
 class LostAnswer(Record):
@@ -146,45 +148,45 @@ class Certificate(Record):
     loss: str = "paired"
     loss_is: str = ""
     attempt: int = 1
-    """Number of this question among those on the same kind of prompts, from 1."""
+    """Number of this attempt among those on the same kind of prompts, counted from 1."""
     level: float | None = None
-    """The error that it was tested at, all rules together; None where it was the whole."""
+    """Error budget of this attempt, for all rules; None if it is the whole 1 − confidence."""
     key: str = ""
-    """The question."""
+    """Digest that identifies the question."""
     most: int | None = None
-    """Largest number of prompts that it could use."""
+    """Number of prompts that were available for the question."""
     drawn: str = ""
-    """Way in which the prompts were chosen."""
+    """Description of how the prompts were chosen."""
     withdrawn: str | None = None
-    """Why it holds no longer: then it certifies nothing."""
+    """Reason for the withdrawal, after which nothing is certified; None while in force."""
     promises_not: tuple[str, ...] = ()
     tried: tuple[TriedSetting, ...] = ()
     lost: tuple[LostSample, ...] = ()
-    """The prompts on which quality was lost, with both answers."""
+    """Prompts on which quality was lost, with both answers."""
     gained: tuple[LostSample, ...] = ()
-    """Prompts, of those that the target answered, on which only the setting is right."""
+    """Prompts that the target answered too, and on which only this setting is right."""
     command: str = ""
-    """Command that made it."""
+    """Command that made the certificate."""
     grading: dict[str, int] | None = None
     """Counts of a grader's judgements, see `lenience.tasks.grader.GradingCounts`."""
     noise: dict[str, int] | None = None
-    """Prompts that a reference server answered twice, and the numbers of other texts and of other
-    answers among them."""
+    """Number of prompts that a reference server answered twice, and how many of these pairs differ
+    in text and in answer."""
     reason: str | None = None
-    """Why nothing is certified."""
+    """Reason why nothing is certified; None if a setting is."""
     needed: int | None = None
-    """About how many prompts would have been needed."""
+    """Estimated number of prompts that would have been needed."""
     decoded: int = 0
     seconds: float = 0.0
 
     @property
     def holds(self) -> bool:
-        """Return whether it certifies something, still."""
+        """Return True if a setting is certified and the certificate is not withdrawn."""
         return self.certified is not None and self.withdrawn is None
 
     def decoder(self, folder: Path) -> Decoder:
-        """Return the certified decoder, with its heads at the run folder's present place; `folder`
-        may be the certificate's file."""
+        """Return the certified decoder. Head paths are resolved against `folder`, the run folder or
+        a certificate file in it."""
         assert self.certified is not None
         run = folder.parent if folder.suffix == ".json" else folder
         heads = self.certified.heads
@@ -201,20 +203,20 @@ class Certificate(Record):
 
 
 def certificate_path(folder: Path) -> Path:
-    """Return the certificate's file in a run folder; a file's own path is it."""
+    """Return the path of a run folder's certificate; a .json path is returned as it is."""
     return folder if folder.suffix == ".json" else folder / FILE
 
 
 def read_certificate(folder: Path) -> Certificate:
-    """Return the certificate of a run folder, or in a file. Raises InputError where there is none
-    or it is broken."""
+    """Return the certificate of a run folder or of a .json file. Raises InputError if it is
+    missing, broken, or lacks a bound fact."""
     path = certificate_path(folder)
     if not path.exists():
         mend = f"`lenience certify {path.parent}` makes one"
         raise InputError(f"{path}: there is no certificate; {mend}")
     what = f"{path}: is no certificate"
     certificate = Certificate.read(read_json(path), what, "certify again")
-    # an option that it does not name was not there when it was made
+    # an option that the certificate lacks did not exist yet, so its default was in force
     binds = {**Decoder().bound(), **certificate.binds}
     certificate = certificate.model_copy(update={"binds": binds})
     lacking = [f"binds {key}" for key in BOUND_BESIDE if key not in certificate.binds]
@@ -224,10 +226,9 @@ def read_certificate(folder: Path) -> Certificate:
 
 
 def resolve(given: Mapping[str, Any]) -> Decoder:
-    """Return the decoder of options with a rule "certified:RUN", bound to what was certified.
-    Raises InputError for an option that differs from the certified one, as every lenient answer
-    depends on it. A certificate that certifies nothing stands for the strict rule, with a
-    warning."""
+    """Return the decoder for options whose rule is "certified:RUN", bound to the certified setting.
+    Raises InputError for an option that differs from the certified one. If the certificate
+    certifies nothing, warn and return a strict decoder."""
     rule = str(given["rule"])
     folder = run_of(rule)
     certificate = read_certificate(folder)
@@ -255,7 +256,8 @@ def resolve(given: Mapping[str, Any]) -> Decoder:
 def _check_options(
     rule: str, given: Mapping[str, Any], certified: Decoder, asked: Decoder
 ) -> None:
-    """Raise InputError for an option that is not as it was certified; answers may end sooner."""
+    """Raise InputError for an option that differs from the certified one. A lower length limit and
+    further stop strings are allowed."""
     bound = certified.without_paths().to_json()
     own = asked.without_paths().to_json()
     for name in bound_names():
@@ -272,13 +274,13 @@ def _check_options(
 
 
 def run_of(rule: str) -> Path:
-    """Return the run folder, or the certificate's file, of "certified:RUN"."""
+    """Return the run folder or certificate file that "certified:RUN" names."""
     return Path(rule.removeprefix(PREFIX).strip('"'))
 
 
 def head_paths(decoder: Decoder, folder: Path) -> dict[str, str]:
-    """Return where the heads of a decoder lie, by their paths in its specs: within the run folder,
-    or else on this machine."""
+    """Return the location of each head by its path in the decoder's spec: relative to the run
+    folder if inside it, otherwise absolute. Hub names are kept, built-in heads left out."""
     paths = {}
     for head in decoder.heads:
         if built_in(head.path):

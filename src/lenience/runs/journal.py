@@ -17,9 +17,8 @@ class Journal:
     """A JSONL file of finished work, one record a line, each appended whole and flushed to the
     disk.
 
-    A torn last line, as a crash leaves it, is dropped with a warning, so that its sample is done
-    again. Raises InputError for a broken line elsewhere: that is no crash's doing, and nothing is
-    thrown away.
+    A torn last line, left by a crash, is dropped with a warning and its sample redone. A broken
+    line elsewhere raises InputError, and nothing is discarded.
     """
 
     def __init__(self, path: Path):
@@ -30,7 +29,8 @@ class Journal:
             yield record
 
     def numbered(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the records with the numbers of their lines, from 1 on."""
+        """Yield each record with its line number, counted from 1. Raises InputError for a broken
+        line."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -52,7 +52,7 @@ class Journal:
                 yield number, record
 
     def resume(self) -> list[dict[str, Any]]:
-        """Return the finished records; a torn last line is cut off the file."""
+        """Return the finished records, and cut a torn last line off the file."""
         records = list(self)
         if self.path.exists():
             size = self.path.stat().st_size
@@ -64,7 +64,7 @@ class Journal:
         return records
 
     def write(self, *records: dict[str, Any]) -> None:
-        """Add finished records, on the disk when this returns."""
+        """Append finished records; they are on disk when this returns."""
         with written(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._write(records)
@@ -76,8 +76,8 @@ class Journal:
             os.fsync(file.fileno())
 
     def sort(self, order: Sequence[str]) -> None:
-        """Put the records whose ids are in `order` into that order, the others after them; the file
-        is whole at all times."""
+        """Sort the records by the position of their ids in `order`; other records come last. The
+        file is replaced atomically."""
         rank = {id: i for i, id in enumerate(order)}
         records = list(self)
         ordered = sorted(records, key=lambda record: rank.get(record["id"], len(rank)))
@@ -95,16 +95,15 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 class JournalTail:
-    """A journal that other processes append to as well, read as it grows, while its lock is
-    held."""
+    """A journal that other processes also append to, read incrementally while its lock is held."""
 
     def __init__(self, path: Path):
         self.journal = Journal(path)
         self._end = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """Return the records that have come since; a torn last line, whose writer is gone, is cut
-        off."""
+        """Return the records added since the last call. A torn last line, whose writer has died, is
+        cut off."""
         if not self.journal.path.exists():
             return []
         with self.journal.path.open("rb") as file:
@@ -116,23 +115,23 @@ class JournalTail:
         try:
             return list(map(json.loads, whole.split(b"\n"))) if whole else []
         except ValueError:
-            list(self.journal)  # which says where it is broken
+            list(self.journal)  # raises InputError with the line
             raise
 
 
 MAY_DIFFER = ("versions", "pair")
 """Fields in which a resumed run may differ from its beginning."""
 EARLIER = {"drawn": "first"}
-"""Settings of earlier versions, which did not record them."""
+"""Values of settings that earlier versions did not record."""
 OPTIONAL = ("drafter", "answers_only", "temperature", "top_k", "top_p", "draw_seed")
-"""Settings that a record leaves out at their defaults."""
+"""Settings that a record omits if they have their defaults."""
 UNSAID: dict[str, Any] = {"temperature": 0.0, "answers_only": False}
-"""Defaults of the optional settings; None for others."""
+"""Defaults of optional settings other than None."""
 
 
 def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> None:
-    """Record the settings of a run or, if the folder holds a run, check that it has the same.
-    Raises InputError for the first difference."""
+    """Record the settings of a run or, if the folder already holds a run, check that its settings
+    are the same. Raises InputError for the first difference."""
     path = folder / name
     if path.exists():
         before = read_json(path)
@@ -160,15 +159,15 @@ def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> Non
 
 
 def _nameless(value: Any) -> Any:
-    """Return a value without the names in it: a model is known by its fingerprint, as its folder
-    may move."""
+    """Return a value without its "name" entries: models are compared by fingerprint, since their
+    folders may move."""
     if not isinstance(value, dict):
         return value
     return {key: _nameless(inner) for key, inner in value.items() if key != "name"}
 
 
 def _difference(key: str, before: Any, now: Any) -> str:
-    """Return the innermost part of two values that differs."""
+    """Return a phrase that names the innermost part in which two values differ."""
     if isinstance(before, dict) and isinstance(now, dict):
         for part in (*now, *before):
             if _nameless(before.get(part)) != _nameless(now.get(part)):

@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from lenience.models.lm import LM
 
 FIRST = 0.9
-"""The share of the error that the first question gets."""
+"""Share of the error budget that the first attempt gets."""
 
 
 class Attempt(Record):
-    """A line of attempts.jsonl: a question that was asked."""
+    """A line of attempts.jsonl: an attempt to certify."""
 
     key: str
-    """The question."""
+    """Digest that identifies the question."""
     pair: str
-    """The models and the tokenizer."""
+    """Digest of the fingerprints of models and tokenizer."""
     task: str
     """Task, see `Task.label`."""
     number: int
-    """Number of the question among those on the same kind of prompts, from 1."""
+    """Number of the attempt among those on the same kind of prompts, counted from 1."""
 
     @property
     def share(self) -> float:
-        """Return the share of the error that this attempt may spend. The shares of all attempts add
-        up to 1, so the probability that any certificate is wrong is at most the whole error
+        """Return the share of the error budget that this attempt may spend. The shares of all
+        attempts add up to 1, so the probability that any certificate is wrong is at most the budget
         (alpha-spending, Foster and Stine 2008; for the familywise error Tian and Ramdas 2021,
         section 2)."""
         if self.number == 1:
@@ -51,21 +51,21 @@ class Attempt(Record):
 
 
 class Outcome(Record):
-    """A line of outcomes.jsonl: the present state of a certified setting."""
+    """A line of outcomes.jsonl: the state of a certified setting."""
 
     key: str
     pair: str
     setting: str
-    """The whole decoder, without where its heads lie."""
+    """Spec of the decoder, without its heads' folders."""
     binds: str
-    """The digest of what it binds, its data aside."""
+    """Digest of the bound facts, except the data."""
     max_drop: float
     confidence: float
     n: int
     folder: str
-    """Folder of its certificate."""
+    """Folder of the certificate."""
     withdrawn: str | None = None
-    """Why it holds no longer."""
+    """Reason for the withdrawal; None while in force."""
 
 
 class Ledger:
@@ -78,20 +78,21 @@ class Ledger:
         fingerprints: Mapping[str, str],
         home: Path | None = None,
     ):
-        """`folder` is a run's, None for none; `home` takes the place of the user's data folder."""
+        """Open the ledger of a pair. `folder` is the run folder, if any; `home` replaces the user's
+        data folder."""
         self.pair = digest(dict(fingerprints), sort_keys=True)
         target = {
             part: value for part, value in fingerprints.items() if part != "draft"
         }
-        # a prompt that was used with another draft is used
+        # a prompt that was used with another draft counts as used
         self.place = (home or data_folder()) / "ledger" / digest(target, sort_keys=True)
         self.folder = folder or self.place
         self._uses = {place: _Uses(place) for place in (self.place, self.folder)}
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the ledger, so that nothing else is drawn or counted; may be nested. Raises
-        InputError if the data folder cannot be written."""
+        """Hold the ledger's lock, so that no other process draws or counts prompts. Calls may be
+        nested. Raises InputError if the data folder cannot be written."""
         try:
             self.place.mkdir(parents=True, exist_ok=True)
             (self.place / "lock").touch()
@@ -105,7 +106,7 @@ class Ledger:
             yield
 
     def _merge(self) -> None:
-        """Add the entries of a run folder."""
+        """Add the run folder's entries to the user's ledger."""
         ours = self._uses[self.place]
         brought = self._uses[self.folder]
         ours.read()
@@ -122,7 +123,7 @@ class Ledger:
             return draw_rows(lm, task, draw, uses_of(self.place, self.folder, draw))
 
     def taken(self, draw: Draw) -> int:
-        """Return how many rows have been used otherwise than for a draw."""
+        """Return the number of rows used for anything but this draw."""
         with self.held():
             uses = self._uses[self.place].rows.values()
             return sum((use.key, use.use) != (draw.key, draw.use) for use in uses)
@@ -130,7 +131,7 @@ class Ledger:
     def note(
         self, lm: LM, samples: Sequence[Sample], *, use: str, key: str, task: Task
     ) -> None:
-        """Record that rows are about to be used, before they are."""
+        """Record rows as used. Must be called before they are used."""
         prompts = [(sample.id, sample.prompt) for sample in samples]
         with self.held():
             noted = [
@@ -143,8 +144,9 @@ class Ledger:
     def attempt(
         self, key: str, task: Task, split: str, *, counts: bool = True
     ) -> Attempt:
-        """Return which attempt a question is, among those on a task of the same name, and on others
-        of whose prompts there are some in the split. It is one from now on, if it `counts`."""
+        """Return the attempt that a question is. Attempts are numbered across all questions on a
+        task with this label, or that used prompts of this split. A new attempt is recorded only if
+        it `counts`."""
         with self.held():
             found = self._attempt(key, task, split)
             if counts:
@@ -175,7 +177,7 @@ class Ledger:
         ]
 
     def outcomes(self) -> list[Outcome]:
-        """Return the last of each question's setting."""
+        """Return the latest outcome of each question and setting; a withdrawal is final."""
         journal = Journal(self.place / "outcomes.jsonl")
         found = dict[tuple[str, str], Outcome]()
         for record in journal.resume():
@@ -186,7 +188,7 @@ class Ledger:
         return list(found.values())
 
     def keep(self, outcome: Outcome) -> None:
-        """Record an outcome, or that it is withdrawn."""
+        """Record an outcome or its withdrawal, unless it is recorded already."""
         for folder in (self.place, self.folder):
             journal = Journal(folder / "outcomes.jsonl")
             if outcome.to_json() not in journal.resume():
@@ -194,14 +196,14 @@ class Ledger:
 
 
 class _Uses:
-    """The uses that a folder's uses.jsonl names, read as it grows."""
+    """The entries of a folder's uses.jsonl, read incrementally."""
 
     def __init__(self, folder: Path):
         self._tail = JournalTail(folder / "uses.jsonl")
         self.rows = dict[tuple[str, str, str], Use]()
 
     def read(self) -> list[Use]:
-        """Return those that have come since."""
+        """Return the entries added since the last call."""
         where = str(self._tail.journal.path)
         new = [Use.read(record, where) for record in self._tail.new()]
         for outcome in new:

@@ -1,4 +1,4 @@
-"""The records of a run folder: what was asked, and what was mined."""
+"""Records of a run folder: its settings and its mined samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ModelRecord(Record):
-    """A model as a run remembers it."""
+    """The identity of a model in a run."""
 
     name: str
     fingerprint: str
@@ -47,28 +47,30 @@ class RunRecord(Record):
     """Texts before which responses end."""
     seed: int
     temperature: float = 0.0
-    """Sampling temperature of target and draft, with truncation and seed."""
+    """Sampling temperature of target and draft; 0 is greedy."""
     top_k: int | None = None
     top_p: float | None = None
     draw_seed: int | None = None
     drawn: str | None = None
-    """Choice of the split's samples: "random" by the seed, or its "first"."""
+    """Choice of samples from the split: "random" (by the seed) or "first"."""
     drafter: dict[str, Any] | None = None
     """Drafter whose tokens were swapped in, if not the draft model, see `DrafterSpec.record`."""
     answers_only: bool = False
     """True if the target's answers were written without a search."""
     policy: dict[str, Any] | None = None
-    """Setting and head fingerprints of the rule whose own answers were mined."""
+    """Setting and head fingerprints of the decoder whose answers were mined instead of the
+    target's."""
 
 
 class Mismatch(Record):
-    """A position, counted in new tokens from 0, where the draft would have put another token."""
+    """A position, counted in new tokens from 0, at which the draft proposes another token than the
+    target's."""
 
     position: int
     target_token: int
     draft_token: int
     important: bool | None
-    """Label; None if the target's own response has no answer."""
+    """True if the draft's token changes the answer; None if the target's own response has none."""
 
 
 class MinedAnswers(Record):
@@ -80,13 +82,13 @@ class MinedAnswers(Record):
 
 
 class MiningCost(Record):
-    """Cost of a sample as if it were searched alone; `seconds` are shared among concurrent
-    searches."""
+    """Cost of a sample's search, counted as if it ran alone; only `seconds` are divided among
+    concurrent searches."""
 
     target_passes: int
     target_tokens: int
     unused_tokens: int = 0
-    """Number of the target's tokens in continuations that were started and then not needed."""
+    """Number of target tokens in continuations that turned out not to be needed."""
     draft_tokens: int
     seconds: float
 
@@ -107,12 +109,12 @@ class MinedSample(Record):
 
 
 class Resample(Record):
-    """A line of resamples.jsonl: a continuation after a swap, drawn by chance."""
+    """A line of resamples.jsonl: a sampled continuation after a swap."""
 
     id: str
     position: int
     number: int
-    """The seed of the draw, from 1 on."""
+    """Seed of the continuation, counted from 1."""
     same: bool | None
     """True if the answer equals the target's own; null if unknown."""
 
@@ -124,13 +126,13 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def mined_first(folder: Path) -> bool:
-    """Return whether the first samples of a split were mined, and not random ones."""
+    """Return True if a run mined the first samples of its split instead of random ones."""
     path = folder / "run.json"
     return path.exists() and read_json(path).get("drawn", "first") == "first"
 
 
 def mined_samples(journal: Journal) -> Iterator[MinedSample]:
-    """Yield the lines of a mining journal. Raises InputError that names the line and its faulty
+    """Yield the records of a mining journal. Raises InputError with the line and its faulty
     fields."""
     for number, record in journal.numbered():
         yield MinedSample.read(record, f"{journal.path}, line {number}")
@@ -166,8 +168,8 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
 def encoded(
     lm: LM, task: Task, sample: Sample, prompt: list[int] | None = None
 ) -> list[int]:
-    """Return the token ids of a sample's prompt, or of a `prompt` in its place. Raises InputError
-    that names the sample."""
+    """Return the token ids of a sample's prompt, or of `prompt` instead. Raises InputError with the
+    sample's id."""
     try:
         return lm.encode(prompt or sample.prompt)
     except InputError as error:
@@ -182,8 +184,8 @@ def encoded(
 
 
 def check_prompts(pair: Pair, task: Task, samples: Sequence[Sample]) -> None:
-    """Raise InputError, before any work, for the first sample whose prompt a model cannot
-    read."""
+    """Raise InputError for the first sample whose prompt a model cannot process, such as one that
+    exceeds its context."""
     for sample in samples:
         ids = encoded(pair.target, task, sample)
         if pair.draft is not None:  # both must have room for it

@@ -1,4 +1,4 @@
-"""Uses of prompts; a certificate needs unused ones. No torch."""
+"""Records of used prompts; a certificate needs unused prompts. No torch."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ class Use(Record):
     task: str = ""
     """Task, see `Task.known_as`; "" if unknown."""
     prompt: str
-    """The digest of its tokens."""
+    """Digest of the prompt's token ids."""
     source: str = ""
-    """The digest of it as the task gives it; "" where it is not known."""
+    """Digest of the prompt as the task returns it; "" if unknown."""
     use: str
     key: str | None
-    """Identity of the user, which may use the prompt again."""
+    """Identity of the question or command that may use the prompt again; None if nothing may."""
 
     @property
     def row(self) -> tuple[str, str, str]:
-        """Return the row's identity."""
+        """Return the row's identity: task, id and prompt digest."""
         return self.task, self.id, self.prompt
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Which rows are drawn."""
+    """A request for unused rows of a task."""
 
     key: str
-    """Identity of the user; its earlier prompts come again, in the same order."""
+    """Identity of the question; its earlier prompts are drawn again, in the same order."""
     n: int
     """Maximum number of prompts."""
     use: str
@@ -63,12 +63,12 @@ class Draw:
     ids: tuple[str, ...] = ()
     """Ids to choose from; None for all."""
     heads: tuple[TrainedPart, ...] = ()
-    """The prompts that they were fitted on are used ones, in their own run folders too."""
+    """Heads whose training prompts count as used, wherever their run folders are."""
 
 
 @dataclass(frozen=True)
 class AlignedDraft:
-    """A draft model that `lenience fit RUN --drafter model` made, as something fitted."""
+    """A draft model trained by `lenience fit RUN --drafter model`, as a `TrainedPart`."""
 
     path: str
     prompts: tuple[str, ...]
@@ -83,7 +83,8 @@ class AlignedDraft:
 
 
 def aligned(draft: LM | None) -> tuple[TrainedPart, ...]:
-    """Return a draft as something fitted, where it is one that was aligned with its target."""
+    """Return the draft as a `TrainedPart` if `lenience fit` aligned it with its target; otherwise
+    an empty tuple."""
     file = Path(draft.name) / ALIGNED if draft else None
     if file is None or not file.is_file():
         return ()
@@ -91,13 +92,13 @@ def aligned(draft: LM | None) -> tuple[TrainedPart, ...]:
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
-    """Return a prompt by its tokens."""
+    """Return the digest of a prompt's token ids."""
     return digest(list(ids))
 
 
 def locked(folder: Path) -> FileLock:
-    """Return a lock to hold while prompts of a run are drawn and noted and while its certificates
-    change places; may be taken again inside."""
+    """Return the lock of a run folder, to hold while prompts are drawn and recorded and while
+    certificates are moved. The lock is reentrant."""
     folder.mkdir(parents=True, exist_ok=True)
     return FileLock(folder / "run.lock", is_singleton=True)
 
@@ -119,8 +120,8 @@ def note_uses(
     key: str,
     task: str = "",
 ) -> None:
-    """Record in RUN/uses.jsonl that prompts, each with its id in a task, are about to be used.
-    `key` identifies the user, which may use them again."""
+    """Record prompts, given as (id, prompt), as used in RUN/uses.jsonl. Must be called before they
+    are used. `key` identifies the question, which may use them again."""
     journal = Journal(folder / "uses.jsonl")
     with locked(folder):
         noted = {Use.read(record, str(journal.path)).row for record in journal.resume()}
@@ -134,7 +135,8 @@ def note_uses(
 
 
 def uses_in(run: Path) -> Iterator[Use]:
-    """Yield the uses that a run folder records: mining, and others."""
+    """Yield all uses recorded in a run folder: its mined samples, then the lines of uses.jsonl.
+    Raises InputError for a broken line."""
     task = _task_of(run)
     for mined in mined_samples(Journal(run / "journal.jsonl")):
         content = prompt_digest(mined.prompt_ids)
@@ -145,7 +147,7 @@ def uses_in(run: Path) -> Iterator[Use]:
 
 
 def _task_of(run: Path) -> str:
-    """Return the task that a run was mined on, as `Task.known_as` puts it; "" where nothing was
+    """Return the task that a run was mined on, in the form of `Task.known_as`; "" if nothing was
     mined."""
     if not (run / "run.json").exists():
         return ""
@@ -154,8 +156,8 @@ def _task_of(run: Path) -> str:
 
 
 def uses_of(ledger: Path, folder: Path, draw: Draw) -> list[Use]:
-    """Return all uses that a draw must respect: those of the ledger and the run, whose keys show
-    the draw's own, and those of the heads, wherever they were trained."""
+    """Return all uses that a draw must respect: those in the ledger and the run folder, and the
+    training prompts of the draw's heads. The key tells the draw's own uses apart."""
     uses = dict[tuple[str, str, str], Use]()
     for use in (*uses_in(ledger), *uses_in(folder)):
         uses.setdefault(use.row, use)
@@ -173,15 +175,15 @@ def uses_of(ledger: Path, folder: Path, draw: Draw) -> list[Use]:
 
 
 def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sample]:
-    """Return rows of a task: those that are the draw's own, as they were noted, and then fresh ones
-    at random, which neither mining nor fitting nor another certificate nor a choice of window has
-    used.
+    """Return up to `draw.n` rows of a task: first the rows already recorded for this draw, in
+    order, then unused rows at random. Mining, training, other certificates and window selection are
+    uses.
 
-    A row is known by its id and task. Of a prompt that was used under other names, as many rows
-    count as used; the rest are drawn as often as they come, so that a frequent prompt weighs as it
-    does in the data. Groups are drawn as often as single rows, a row of each, and none of which any
-    row was used. Raises
-    InputError where one of those that are named was used, or none are left.
+    A row is identified by task and id. If a prompt was used on k rows of another task or id, k of
+    its rows count as used here. Its other rows may be drawn, so a frequent prompt keeps its weight
+    in the data. A group is drawn as often as a single row, and yields one random row; a group with
+    a used row is left out. Raises InputError if an id in `draw.ids` is unknown or used, or no row
+    is left.
     """
     samples = take(task, draw.split, None)
     where = f"task {task.name!r}"
@@ -202,7 +204,7 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
         if len(drawn) >= draw.n:
             break
         if sample.id in rows.by_id and rows.by_id[sample.id].key == draw.key:
-            continue  # its own already, for this or another use
+            continue  # the draw's own row already, for this or another use
         used_for = rows.take(sample, prompt_digest(encoded(lm, task, sample)))
         if used_for is None:
             drawn.append(sample)
@@ -225,24 +227,24 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
 
 
 def _units(samples: Sequence[Sample], key: str) -> list[Sample]:
-    """Return rows in random order, of each group a random one."""
+    """Return the rows in random order, with one random row of each group."""
     rng = random.Random(key)
     units = dict[str, Sample]()
     for number, sample in enumerate(rng.sample(samples, len(samples))):
         group = group_of(sample)
         units.setdefault(f"row {number}" if group is None else f"group {group}", sample)
-    return rng.sample(list(units.values()), len(units))  # large groups had come first
+    return rng.sample(list(units.values()), len(units))  # large groups came first
 
 
 class _Rows:
-    """Which rows of a task are used."""
+    """The used rows of a task."""
 
     def __init__(self, task: Task, samples: Sequence[Sample], uses: Iterable[Use]):
         self._task = task
         self._samples = {sample.id: sample for sample in samples}
         self.by_id = dict[str, Use]()
         self._elsewhere: Counter[str] = Counter()
-        """Number of rows of a prompt used under other names."""
+        """Number of rows used under another task or id, by prompt."""
         self._use_of = dict[str, str]()
         for use in uses:
             if use.task == task.known_as and use.id in self._samples:
@@ -253,7 +255,7 @@ class _Rows:
         self._groups = {group_of(self._samples[id]) for id in self.by_id}
 
     def spend_groups(self, lm: LM) -> None:
-        """Mark the groups of prompts that were used under other names as used."""
+        """Mark a group as used if one of its prompts was used under another task or id."""
         if self._elsewhere:
             grouped = [
                 sample
@@ -265,7 +267,7 @@ class _Rows:
                     self._groups.add(group_of(sample))
 
     def own(self, draw: Draw) -> list[Sample]:
-        """Return those that were noted for the same."""
+        """Return the rows already recorded for the draw's key and use."""
         noted = (
             use
             for use in self.by_id.values()
@@ -274,7 +276,8 @@ class _Rows:
         return [self._samples[use.id] for use in noted]
 
     def take(self, sample: Sample, content: str) -> str | None:
-        """Return the earlier use of a row; None for an unused one, which is taken now."""
+        """Return the earlier use of a row, or None if the row is unused. A use of the same prompt
+        under another id excludes one row only."""
         if sample.id in self.by_id:
             return self.by_id[sample.id].use
         group = group_of(sample)
@@ -287,7 +290,7 @@ class _Rows:
 
 
 def group_of(sample: Sample) -> str | None:
-    """Return a sample's group; None where it is by itself."""
+    """Return a sample's group; None if it has none."""
     return getattr(sample, "group", None)
 
 
@@ -298,8 +301,8 @@ def fitted_in(head: TrainedPart) -> Path | None:
 
 
 def _runs_of(heads: Iterable[TrainedPart], folder: Path) -> set[Path]:
-    """Return the other run folders. Raises InputError for a head whose training prompts are
-    unknown."""
+    """Return the run folders other than `folder` in which heads were trained. Raises InputError for
+    a head whose training prompts are unknown."""
     runs = set()
     for head in heads:
         run = fitted_in(head)

@@ -1,4 +1,4 @@
-"""Tasks: prompts with known answers, and how an answer is found and compared. No torch."""
+"""Tasks: prompts with known answers, and ways to find and compare answers. No torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 TASKS: dict[str, type[Task]] = {"wordmath": WordMath}
-"""A built-in task is added here, and is then known by its name and to the tests of all tasks."""
+"""Built-in tasks by name. The tests of all tasks cover each task added here."""
 BENCHMARKS: dict[str, type[Published]] = {
     kind.title: kind
     for kind in (
@@ -72,14 +72,16 @@ def load_task(
     docs/tasks.md), from JSON files ("rows.jsonl", "train.jsonl.gz,test.json"), or from a class or
     object in a file: "file.py:Name".
 
-    `data` is the place of a benchmark's files: a file, several with commas, a folder, or a dataset
-    of the Hub. A `grader` compares answers with the target's own: the address of a server with
-    OpenAI's API, or a Grader. Responses end before `stop_strings`, as before EOS.
+    `data` locates a benchmark's files: a file, several files separated by commas, a folder, or a
+    Hub dataset. `grader` compares answers with the target's own: the address of a server with
+    OpenAI's API, or a Grader. Responses end before the first of `stop_strings`.
 
-    `options` are a benchmark's own, as in its spec, or those of JSON files. `answer` and `same` set
-    how answers are found and compared, see JsonlTask. `prompt_field` and `reference_field` name the
-    fields of a row, by default "prompt" and "reference"; `prompt_template` makes a prompt of
-    several fields: "Q: {question}\nA:". Raises InputError.
+    `options` are the options of the benchmark's spec, or those of JSON files. `answer` and `same`
+    set how answers are found and compared, see JsonlTask. `prompt_field` and `reference_field` name
+    the fields of a row, by default "prompt" and "reference". `prompt_template` builds the prompt
+    from several fields: "Q: {question}\nA:".
+
+    Raises InputError for an unknown task or option, and for missing or broken files.
     """
     task = _load(spec, data, grader, options)
     if stop_strings:
@@ -98,7 +100,7 @@ def _load(
     from_json = all(file.endswith(SUFFIXES) for file in files)
     if grader is not None:
         if from_json:
-            # which a grader does not ask for
+            # JSON tasks require it, although a grader never uses it
             options.setdefault("answer", "last-number")
         task = load_task(spec, data=data, **options)
         return Graded(task, Endpoint(grader) if isinstance(grader, str) else grader)
@@ -164,8 +166,8 @@ def _named(sample: Sample) -> Sample:
 
 
 def take(task: Task, split: str, limit: int | None) -> list[Sample]:
-    """Return the first `limit` samples of a split; all of them if None. Raises InputError where
-    there are none."""
+    """Return the first `limit` samples of a split, or all if None. Raises InputError if there are
+    none."""
     if limit is not None and limit < 1:
         raise InputError(f"limit {limit}: must be 1 or more")
     samples = list(map(_named, islice(task.samples(split), limit)))

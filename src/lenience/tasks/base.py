@@ -15,9 +15,9 @@ AnswerValue = str | int | float | bool | None
 @dataclass(frozen=True)
 class Sample:
     """One problem. `prompt` is a string or chat messages, `reference` the right answer or None if
-    unknown, `metadata` further data to find or compare an answer. Samples of one `group`, such as
-    rewordings of a question or turns of a user, may be lost together; a sample without a group
-    stands alone."""
+    unknown, `metadata` further data to find or compare an answer. `group` names samples whose
+    losses may be correlated, such as rewordings of a question or turns of a user; None for an
+    independent sample."""
 
     id: str
     prompt: str | Messages
@@ -28,7 +28,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """How good a response is."""
+    """The quality of a response."""
 
     correct: bool
     loss: float
@@ -38,21 +38,20 @@ class Score:
 
 
 class Task:
-    """A task for mining, comparing and certifying. It has at least a name, samples, and a way to
-    find an answer; the rest has defaults. A user's class may have these methods without being a
-    subclass, see `lenience.tasks.as_task`."""
+    """A task for mining, comparing and certifying. It needs a name, samples and a way to find an
+    answer; the rest has defaults. A user's class may have these methods without being a subclass,
+    see `lenience.tasks.as_task`."""
 
     name: str
     max_new_tokens: int = 256
     stop_strings: tuple[str, ...] = ()
     """Texts before which a response ends, besides EOS."""
     version: int | str | None = None
-    """Raised when the same responses would be answered or scored otherwise: a run is not gone on
-    with then."""
+    """Version of answer extraction and scoring. Bump it when either changes; older runs then refuse
+    to resume."""
     failures_are_wrong: bool = False
-    """True if a response at which `answer`, `same`, `correct`, `score` or `loss` raises has no
-    answer, agrees with none and is wrong. Otherwise the exception ends the run and names the
-    sample."""
+    """True if a response counts as wrong and without an answer when `answer`, `same`, `correct`,
+    `score` or `loss` raises. Otherwise the exception ends the run and names the sample."""
     scores_by_reference: bool = False
     """True if a response can be correct only if the sample has a reference."""
     compares_slowly: bool = False
@@ -62,11 +61,11 @@ class Task:
     by_degree: bool = False
     """True if a response may be partly correct; its quality is then 1 − its score's loss."""
     beside_target: bool = False
-    """True if responses are judged only against the target's own, by `points`."""
+    """True if responses are compared only with the target's own, by `points`."""
     at_par: float = 1.0
-    """The quality of a response that is the target's own, where `beside_target`."""
+    """Quality of a response that equals the target's own, if `beside_target`."""
     same_where_wrong: bool = False
-    """True if two wrong responses agree. The disagreement is then at most the target's accuracy."""
+    """True if two wrong responses agree, so that a target that is seldom right hides losses."""
     loss_is: str = "the mean loss that the task returns"
     """Description of the mean `loss` on certificates."""
     disagreement_is: str = (
@@ -85,17 +84,17 @@ class Task:
     def same(
         self, a: str | None, b: str | None, sample: Sample | None = None
     ) -> bool | None:
-        """Return whether two answers agree; None where either is missing, which is never "the
-        same"."""
+        """Return True if two answers agree and False if not; None if either is missing, which never
+        counts as agreement."""
         return None if a is None or b is None else a == b
 
     def correct(self, text: str, sample: Sample) -> bool:
-        """Return whether a response answers the sample as its reference does."""
+        """Return True if a response's answer is the same as the sample's reference."""
         return self.same(self.answer(text, sample), sample.reference, sample) is True
 
     def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
-        """Score responses, each with its sample. A task's own scoring runs in a thread during
-        decoding, on all responses that have arrived, so that it may be slow."""
+        """Score responses, each given with its sample. An overriding method may be slow: it runs in
+        a thread during decoding, on all responses that have arrived."""
         scores = []
         for text, sample in pairs:
             correct = bool(self.correct(text, sample))
@@ -103,8 +102,8 @@ class Task:
         return scores
 
     def points(self, triples: Sequence[tuple[str, str, Sample]]) -> list[float]:
-        """Return the quality in [0, 1] of each response compared with the target's own, with their
-        sample: by default whether their answers agree."""
+        """Return the quality, in [0, 1], of each response compared with the target's own. A triple
+        is (response, target's response, sample). By default 1 if their answers agree, else 0."""
         points = []
         for text, own, sample in triples:
             found = self.answer(text, sample), self.answer(own, sample)
@@ -113,16 +112,16 @@ class Task:
 
     @property
     def grading(self) -> dict[str, int] | None:
-        """Return how a grader has judged so far; None without one."""
+        """Return the counts of a grader's judgements so far; None without a grader."""
         return None
 
     def attach(self, own_answers: Callable[[Sequence[Messages]], list[str]]) -> None:
-        """Receive a function that returns the target's own answers, for a task whose prompts hold
+        """Take a function that returns the target's own answers, for a task whose prompts contain
         them."""
 
     @property
     def compares(self) -> bool:
-        """Return whether a response is right where its answer is the same as the sample's
+        """Return True if a response is right exactly when its answer is the same as the
         reference."""
         return type(self).correct is Task.correct and type(self).score is Task.score
 
@@ -133,7 +132,7 @@ class Task:
 
     @property
     def has_loss(self) -> bool:
-        """Return whether it has a loss of its own."""
+        """Return True if the task defines its own `loss`."""
         return type(self).loss is not Task.loss
 
     def loss(self, text: str, target_text: str, sample: Sample) -> float:
@@ -142,28 +141,28 @@ class Task:
         raise NotImplementedError
 
     def reference(self, given: str) -> str:
-        """Return the answer that a reference, as it stands in a user's data, holds."""
+        """Return the answer contained in a reference from a user's data."""
         return given
 
     @property
     def known_as(self) -> str:
-        """Return the task with its version."""
+        """Return the task's name and version."""
         return f"{self.name} {self.version}"
 
     @property
     def label(self) -> str:
-        """Return the task whatever its data are now: a file's name without its digest."""
+        """Return the task's name without the digest of its data."""
         return self.name.split(" (")[0]
 
     @property
     def reads(self) -> str:
-        """Return how the task finds and compares answers, whatever its samples are."""
+        """Return the identity of how the task finds and compares answers."""
         return self.known_as
 
 
 def ungradable(task: Task, samples: Iterable[Sample]) -> list[Sample]:
-    """Return the samples to which no response can be right, as their reference is not even the same
-    as itself: "N/A" where numbers are compared."""
+    """Return the samples that no response can answer correctly, because the reference does not even
+    equal itself: "N/A" if numbers are compared."""
     if not task.compares:
         return []
     return [
@@ -175,8 +174,9 @@ def ungradable(task: Task, samples: Iterable[Sample]) -> list[Sample]:
 
 
 def number_after(text: str, marker: str, closed_by: str = "") -> str | None:
-    """Return the last number that follows `marker`, without thousands separators; `closed_by` must
-    follow it, so that a number cut off by a length limit does not count."""
+    """Return the last number that follows `marker`, without thousands separators; None if there is
+    none. `closed_by` must follow the number, so that a number cut off by a length limit does not
+    count."""
     found = re.findall(
         re.escape(marker) + r"\s*(-?[\d,]*\.?\d+)" + re.escape(closed_by), text
     )

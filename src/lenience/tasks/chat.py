@@ -1,4 +1,4 @@
-"""Open questions in two turns: MT-Bench, and Spec-Bench, which is laid out alike."""
+"""Open questions in two turns: MT-Bench, and Spec-Bench, which has the same format."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class MtBench(Published):
     """MT-Bench (Zheng 2023) and Spec-Bench: question.jsonl with rows {question_id, category,
     turns}.
 
-    Each turn is a sample of its own. The second one's prompt holds the target's own answer to the
-    first, so that all decoders are asked the same. There is no right answer: a grader compares
-    answers with the target's own (--grader), as MT-Bench's pairwise mode does; without one they
-    agree where they are the same text. `category` takes one of the categories, such as math.
+    Each turn is a sample. The prompt of the second turn contains the target's answer to the first,
+    so that all decoders get the same prompt. There is no right answer: a grader (--grader) compares
+    answers with the target's own, as in MT-Bench's pairwise mode. Without a grader, answers agree
+    if their texts are equal. `category` selects one category, such as math.
     """
 
     title: ClassVar[str] = "mtbench"

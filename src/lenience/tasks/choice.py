@@ -22,7 +22,7 @@ ASKED = (
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its choices; `answer` is the place of the right one, None where that is not
+    """A question with its choices. `answer` is the index of the right choice; None if it is not
     published."""
 
     text: str
@@ -45,10 +45,10 @@ class ChoiceTask(Published):
 
     Without shots the prompt asks for step-by-step reasoning that ends with "Answer: LETTER";
     `lenience.tasks.finding.choice` finds the letter, which must be one of the question's. With
-    `shots` the prompt has the published form, solved questions and then "Answer:", and the first
-    letter that follows counts. `subset` takes this number of test questions, stratified by subject
-    (or else by right letter), drawn by `seed`. Accuracy is the share of right letters, as in every
-    published scorer; the parser is tested on 100 answers of odd shapes.
+    `shots` the prompt has the published form, solved questions and then "Answer:", and the response
+    must begin with the letter. `subset` selects that many test questions, drawn by `seed` and
+    stratified by subject (or else by right letter). Accuracy is the share of right letters, as in
+    every published scorer; the parser is tested on 100 answers of odd shapes.
     """
 
     version = 1
@@ -146,7 +146,7 @@ class Arc(ChoiceTask):
 @dataclass(kw_only=True)
 class CommonsenseQa(ChoiceTask):
     """CommonsenseQA (Talmor 2019), five choices: the published JSON lines, or the Hub's rows. Its
-    test set has no answers, so that its dev set is the split "test"."""
+    test set has no answers, so its dev set is the split "test"."""
 
     title: ClassVar[str] = "csqa"
     train_roles: ClassVar[tuple[str, ...]] = ("train",)
@@ -154,7 +154,7 @@ class CommonsenseQa(ChoiceTask):
 
 
 def _origin(row: Row) -> str | None:
-    """Return which benchmark a row belongs to, by its fields."""
+    """Return the name of the benchmark that a row belongs to, by its fields; None if unknown."""
     asked = row.get("question")
     if "question_concept" in row or (
         isinstance(asked, Mapping) and "question_concept" in asked
@@ -166,8 +166,8 @@ def _origin(row: Row) -> str | None:
 
 
 def question_of(row: Row, where: str = "") -> Question:
-    """Return a row as a question, in any of the published layouts. Raises InputError or
-    KeyError."""
+    """Return the question in a row of any published layout. Raises InputError or KeyError for
+    another layout."""
     asked = row["question"]
     if isinstance(asked, Mapping):  # the original files of ARC and CommonsenseQA
         listed = asked["choices"]

@@ -31,9 +31,9 @@ from lenience.tasks.sandbox import Limits, Sandbox, TestVerdict, sandbox, worker
 ITS_TESTS = "passes its tests"
 """The reference of a problem without a solution."""
 MOST_REMEMBERED = 10_000
-"""Verdicts."""
+"""Maximum number of cached verdicts."""
 MOST_TESTS = 1 << 29
-"""Bytes of one problem's tests."""
+"""Maximum size of one problem's tests, in bytes."""
 CODEX_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 """Texts that end a completion of HumanEval (Chen 2021, section 2)."""
 MODULES = (
@@ -51,13 +51,14 @@ PREAMBLE = "".join(
         "sys.setrecursionlimit(50000)\nsys.set_int_max_str_digits(50000)\n",
     ]
 )
-"""Imports of LiveCodeBench before a solution."""
+"""Imports that LiveCodeBench puts before a solution."""
 
 
 @dataclass(kw_only=True)
 class CodeTask(Published):
-    """Problems whose answer is a program, right where it passes every test. Two programs agree
-    where both pass or both fail. `unsafe_local` runs them as this user, where no sandbox works."""
+    """Problems whose answer is a program, which is right if it passes every test. Two programs
+    agree if both pass or both fail. `unsafe_local` runs programs as this user, without a
+    sandbox."""
 
     measure = "pass@1"
     compares_slowly = True
@@ -84,7 +85,7 @@ class CodeTask(Published):
 
     def open(self, data: str) -> Self:
         super().open(data)
-        _ = self.sandbox  # works here, or is refused before anything is decoded
+        _ = self.sandbox  # raises if no sandbox works, before anything is decoded
         return self
 
     def same(
@@ -94,7 +95,7 @@ class CodeTask(Published):
             return None
         if a == b:
             return True
-        if sample is None:  # its tests are the sample's
+        if sample is None:  # the tests belong to the sample
             return None
         return self._known(a, sample).passed == self._known(b, sample).passed
 
@@ -128,11 +129,11 @@ class CodeTask(Published):
 class HumanEval(CodeTask):
     """HumanEval (Chen 2021), HumanEval.jsonl.gz: 164 functions to complete, pass@1 of one answer.
 
-    form=completion shows the published prompt, and a completion ends where the paper ends it;
-    form=chat asks for the function in a code block. In both forms a response's last code block
-    counts if there is one. The tests run in another process than the function, so that it cannot
-    read their expectations. Checked with the 164 canonical solutions, which pass, and a mutant of
-    each, which fails.
+    form=completion shows the published prompt and ends a completion at the paper's stop texts;
+    form=chat asks for the function in a code block. In both forms code blocks take precedence over
+    the text, and the last block that defines the function over other blocks. The tests run in
+    another process than the function, so that the function cannot read their expectations. Checked
+    with the 164 canonical solutions, which pass, and a mutant of each, which fails.
     """
 
     title: ClassVar[str] = "humaneval"
@@ -199,11 +200,12 @@ class LiveCodeBench(CodeTask):
     """LiveCodeBench's code generation (Jain 2024), test.jsonl … test6.jsonl of
     code_generation_lite: programs that read standard input, or methods of a class Solution.
 
-    The prompt shows the problem and its starter code, and asks for one code block. `release` takes
-    the first files, v1 to v6; `difficulty` one of easy, medium and hard; `since`
-    and `until` contests of some dates. The last code block of a response is run: 6 s for a test,
-    all tests must pass, outputs are compared line by line, numbers as decimals, as its own checker
-    does; numpy is not there. Checked on problems of both kinds made for the tests, with mutants.
+    The prompt shows the problem and its starter code, and asks for one code block. `release` (v1 to
+    v6) selects the first files, `difficulty` one of easy, medium and hard, `since` and `until` a
+    range of contest dates. The last code block of a response is run, at most 6 s per test, and must
+    pass all tests. Outputs are compared line by line, numbers as decimals, as in LiveCodeBench's
+    own checker; numpy is not available. Checked on problems of both kinds made for the tests, with
+    mutants.
     """
 
     title: ClassVar[str] = "livecodebench"
@@ -366,7 +368,7 @@ class CodeBlock:
 
 
 def blocks(text: str) -> list[CodeBlock]:
-    """Return the code blocks of a response, those of a thought left out."""
+    """Return the non-empty code blocks of a response, except those in its thought."""
     text = without_thought(text.replace("\r\n", "\n"))
     fenced = re.finditer(
         r"^[ \t]*```[ \t]*([^\n`]*)\n(.*?)(^[ \t]*```|\Z)",
@@ -383,8 +385,9 @@ def blocks(text: str) -> list[CodeBlock]:
 
 
 def last_block(text: str, defines: str = "") -> str | None:
-    """Return the last whole program among a response's code blocks: the last block of Python that
-    parses and, if a name is given, defines it. If no block is whole, the last block of Python."""
+    """Return the program in a response: the last complete code block that parses as Python and, if
+    given, defines the function `defines`. Otherwise the last block that defines the function, then
+    the last block of Python; None if there is none."""
     python = [block for block in blocks(text) if block.may_be_python]
     named = re.compile(rf"^\s*(?:async\s+)?def {re.escape(defines)}\b", re.MULTILINE)
     for wanted in (
@@ -401,7 +404,7 @@ def last_block(text: str, defines: str = "") -> str | None:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Of texts alone: whatever would import something is refused."""
+    """An unpickler of plain values, which refuses every import."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
@@ -409,8 +412,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
 @lru_cache(maxsize=16)
 def cases_in(text: str) -> list[dict[str, str]]:
-    """Return LiveCodeBench's test cases: JSON, or JSON in a pickled text, compressed, in base 64.
-    Raises InputError."""
+    """Return LiveCodeBench's test cases from JSON, or from JSON text that is pickled, compressed
+    and base64-encoded. Raises InputError if they cannot be read."""
     try:
         if not text.lstrip().startswith("["):
             packed = zlib.decompressobj().decompress(base64.b64decode(text), MOST_TESTS)
@@ -438,8 +441,8 @@ def cases_in(text: str) -> list[dict[str, str]]:
 
 
 def same_output(out: str, wanted: str) -> bool:
-    """Compare outputs line by line, without surrounding spaces; lines of numbers are compared by
-    value."""
+    """Return True if two outputs are equal line by line, ignoring surrounding spaces. Lines of
+    numbers are compared by value."""
     lines = [line.strip() for line in out.strip().split("\n")]
     right = [line.strip() for line in wanted.strip().split("\n")]
     if len(lines) != len(right):
@@ -448,7 +451,7 @@ def same_output(out: str, wanted: str) -> bool:
 
 
 def _numbers(line: str) -> list[Decimal]:
-    """Return the numbers a line consists of; none where something else is in it."""
+    """Return the numbers of a line that consists of numbers; otherwise an empty list."""
     try:
         numbers = list(map(Decimal, line.split()))
     except InvalidOperation:

@@ -1,6 +1,6 @@
 """Equality of mathematical expressions, by math-verify in its own process.
 
-Model-written expressions may keep sympy busy for ever.
+Model-written expressions may keep sympy busy forever.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lenience.core.errors import InputError
 
 COMMAND = [sys.executable, "-m", "lenience.tasks.expressions"]
 SECONDS = 20.0
-"""Time limit of a comparison; math-verify gives up earlier by itself."""
+"""Time limit of a comparison, in seconds; math-verify usually gives up earlier."""
 
 
 def same_expression(a: str, b: str) -> bool | None:
-    """Return whether two expressions (LaTeX or plain) are equal; None where one cannot be read. One
-    that takes too long is not the same. Raises InputError without math-verify."""
+    """Return True if two expressions (LaTeX or plain) are equal; None if either cannot be parsed. A
+    comparison that takes too long returns False. Raises InputError without math-verify."""
     if a.strip() == b.strip():
         return True
     return comparer().ask(a, b)
@@ -30,7 +30,8 @@ def same_expression(a: str, b: str) -> bool | None:
 
 @cache
 def comparer() -> _Comparer:
-    """Return the process that compares. Raises InputError without math-verify."""
+    """Return the shared process that compares expressions. Raises InputError without
+    math-verify."""
     if find_spec("math_verify") is None:
         raise InputError(
             "comparing as math needs math-verify: pip install 'lenience[math]'"
@@ -45,7 +46,7 @@ class _Comparer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._works = False
-        """True if it has answered before."""
+        """True if a process has answered before."""
 
     def ask(self, a: str, b: str) -> bool | None:
         with self._lock:
@@ -88,7 +89,7 @@ class _Comparer:
 
 
 def _check() -> None:
-    """Raise InputError where a process cannot compare a number with itself."""
+    """Raise InputError if a new process cannot compare a number with itself."""
     ended = subprocess.run(
         COMMAND,
         input='["1", "1.0"]',

@@ -1,7 +1,7 @@
-r"""How an answer is found in a response, and when two answers are the same.
+r"""Ways to find an answer in a response, and to compare two answers.
 
 `lenience.tasks.numbers` lists the forms of numbers that are understood. Any other form is no
-answer, so it never counts as another number.
+answer, so it is never mistaken for another number.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lenience.tasks.numbers import Number, numbers, plain_text, value
 
 OPERATOR = re.compile(r"\s*(?:[+*×÷·/]|\\times|\\div|\\cdot)\s*")
 LETTERS = "A-J"
-"""The letters of choices."""
+"""Range of letters that label choices."""
 Find = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How answers are found and compared, and how that is written."""
+    """A way to find and compare answers, with its spec."""
 
     find: Find
     same: Callable[[str, str], bool | None]
@@ -32,8 +32,8 @@ class AnswerForm:
 
 
 def answers(answer: str, same: str | None) -> AnswerForm:
-    """Return the answer form that the user's specs describe. Raises InputError, listing the known
-    specs, for an unknown one."""
+    """Return the answer form of the specs for --answer and --same. Raises InputError, which lists
+    the known specs, for an unknown spec."""
     name, colon, what = answer.partition(":")
     if (
         name not in FINDERS
@@ -58,7 +58,7 @@ def without_thought(text: str) -> str:
 
 
 def proposed(references: list[str]) -> str:
-    """Return which --answer the references of a file suggest, as a phrase for an error."""
+    """Return a hint for an error: the --answer that fits all references of a file."""
     shown = f"; its first reference is {references[0]!r:.60}" if references else ""
     for form, fits in (
         ("number-after:####", lambda text: "####" in text),
@@ -79,7 +79,7 @@ def _after(marker: str) -> Find:
 
 
 def _pattern(pattern: str) -> Find:
-    """Return the last match; its first group, if it has one."""
+    """Return a finder of the last match, or of its first group if the pattern has groups."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -98,9 +98,9 @@ def _pattern(pattern: str) -> Find:
 
 
 def _number_after(marker: str) -> Find:
-    r"""Return the number after the first marker that a number follows, on its line or the next
-    non-empty line; emphasis, \boxed{…}, currencies and words around the number are ignored. Later
-    markers do not count, as models continue with further questions."""
+    r"""Return a finder of the number after the first marker that a number follows, on the marker's
+    line or the next non-empty line. Emphasis, \boxed{…}, currencies and words around the number are
+    ignored. Later markers do not count, as models may continue with further questions."""
 
     def find(text: str) -> str | None:
         for rest in without_thought(text).split(marker)[1:]:
@@ -144,7 +144,7 @@ def _last_number(_what: str) -> Find:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last whole \boxed{…}."""
+    r"""Return the content of the last complete \boxed{…}; None if there is none."""
     for begin in reversed(
         [found.end() for found in re.finditer(r"\\f?boxed\s*\{", text)]
     ):
@@ -172,8 +172,9 @@ _SAID = re.compile(
 
 
 def choice(text: str) -> str | None:
-    """Return the chosen letter: the last one called the answer, the choice or the option; or else
-    the last one in brackets or alone."""
+    """Return the chosen letter in upper case: the last letter called the answer, the choice or the
+    option; or else the last letter in brackets; or else the last letter that stands alone. None
+    without any."""
     said = _SAID.findall(text)
     bracketed = re.findall(rf"[(\[]([{LETTERS}{LETTERS.lower()}])[)\]]", text)
     alone = re.findall(_ALONE, text)

@@ -1,4 +1,4 @@
-"""Graders: language models that compare two answers, for tasks that have no right one."""
+"""Graders: language models that compare two answers, for tasks without a right answer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lenience.core.workers import each
 from lenience.tasks.base import Messages, Sample, Score, Task
 
 AT_ONCE = 8
-"""Questions in flight."""
+"""Number of requests in flight."""
 ATTEMPTS = 5
 SECONDS = 120.0
-"""Time limit of a question."""
+"""Time limit of a request, in seconds."""
 ENOUGH = 10
-"""Pairs of answers that tell whether a grader grades at all."""
+"""Number of pairs after which a grader's judgements are checked."""
 KEYS = ("LENIENCE_GRADER_KEY", "OPENAI_API_KEY")
 INSTRUCTION = (
     "You compare two answers of assistants to the last question of a user. Judge which "
@@ -42,15 +42,15 @@ INSTRUCTION = (
 
 
 class Grader(Protocol):
-    """Answers prompts."""
+    """A language model that compares answers."""
 
     name: str
     """Name in tasks and certificates."""
     source: str
-    """Identity under which its replies are kept."""
+    """Identity under which the replies are cached."""
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
-        """Return the replies to prompts, in their order; "" for one that is empty."""
+        """Return the replies to prompts, in order; "" for an empty reply."""
         ...
 
 
@@ -85,7 +85,7 @@ class Endpoint:
             )
         self.url = url.rstrip("/")
         self._wait = wait
-        """`wait`: seconds before the second attempt, doubled before each further one."""
+        """Seconds before the second attempt, doubled before each further attempt."""
         self.model = model or self._first_model()
         self.name = self.model
         self.source = f"{self.model} at {self.url}"
@@ -168,11 +168,11 @@ class Endpoint:
 PROBE = Sample("probe", "What is the capital of France?", None)
 RIGHT = "The capital of France is Paris."
 WRONG = "Banana 1."
-"""Answers to the probe, between which every grader must decide."""
+"""Nonsense answer to the probe; every grader must prefer RIGHT."""
 
 
 def is_address(text: str) -> bool:
-    """Return whether a grader is a server's address."""
+    """Return True if a grader's spec is a server's address."""
     return re.match(r"https?://[^/]", text) is not None
 
 
@@ -186,19 +186,20 @@ def _said(error: urllib.error.HTTPError) -> str:
 
 @dataclass
 class GradingCounts:
-    """How a grader judged so far, in pairs of answers that differ."""
+    """Counts of a grader's judgements so far, over pairs of answers that differ."""
 
     pairs: int = 0
     decided: int = 0
     """Number of pairs whose both orders gave the same preference."""
     inconsistent: int = 0
-    """Number of pairs whose two orders disagreed; they count as ties."""
+    """Number of pairs whose two orders disagreed; these pairs count as ties."""
     unread: int = 0
-    """Replies without a verdict, taken as a tie."""
+    """Number of replies without a verdict; their pairs count as ties."""
 
     @property
     def fault(self) -> str | None:
-        """Return the sign, after ENOUGH pairs, that these are no judgements."""
+        """Return the reason to distrust the judgements; None if there is none, or before ENOUGH
+        pairs."""
         if self.pairs < ENOUGH:
             return None
         if self.unread > self.pairs:
@@ -215,11 +216,11 @@ class GradingCounts:
 class Graded(Task):
     """A task whose answers a grader compares with the target's own, in both orders.
 
-    An answer is better or worse if both orders agree; otherwise it is a tie. It agrees with the
-    target's own if it is not worse. Its points, 1 for a win, 0.5 for a tie and 0 for a loss, give
-    the win rate (Zheng 2023). Replies with a verdict are kept by content, so none is requested
-    twice. Raises InputError if the replies are no judgements, see `GradingCounts.fault`, and before
-    a run if the grader does not prefer the right answer to a simple question.
+    An answer is better or worse if both orders agree; otherwise it is a tie. An answer agrees with
+    the target's own if it is not worse. The mean of its points, 1 for a win, 0.5 for a tie and 0
+    for a loss, is the win rate (Zheng 2023). Replies with a verdict are cached by content, so none
+    is requested twice. Raises InputError for untrustworthy judgements, see `GradingCounts.fault`,
+    and before a run if the grader does not prefer the right answer to a simple question.
     """
 
     compares_slowly = True
@@ -242,7 +243,7 @@ class Graded(Task):
             cache_folder() / "graders" / f"{digest(grader.source, 6)}.jsonl"
         )
         self._unread = dict[str, str]()
-        """Replies without a verdict, by their questions."""
+        """Replies without a verdict, by the question's digest."""
         self._lock = Lock()
 
     @property
@@ -262,7 +263,7 @@ class Graded(Task):
         self.task.attach(own_answers)
 
     def _probe(self) -> None:
-        """Raise InputError for a grader that prefers nonsense to a right answer."""
+        """Raise InputError for a grader that does not prefer a right answer to nonsense."""
         orders = _question(PROBE, RIGHT, WRONG), _question(PROBE, WRONG, RIGHT)
         keys = [digest(order, 16) for order in orders]
         self._ask(
@@ -297,7 +298,7 @@ class Graded(Task):
         return self.points([(a, b, sample)])[0] >= 0.5
 
     def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
-        return [Score(correct=False, loss=0.0) for _ in pairs]  # nothing by itself
+        return [Score(correct=False, loss=0.0) for _ in pairs]  # has no score alone
 
     def loss(self, text: str, target_text: str, sample: Sample) -> float:
         return float(self.points([(text, target_text, sample)])[0] < 0.5)
@@ -319,7 +320,7 @@ class Graded(Task):
         return [0.5 if keys is None else self._points(*keys) for keys in pairs]
 
     def _ask(self, asked: dict[str, Messages]) -> None:
-        """Put questions to the grader; a reply with a verdict is kept as it comes back."""
+        """Send questions to the grader, and cache each reply that has a verdict."""
         keys = list(asked)
         for start in range(0, len(keys), AT_ONCE):
             some = keys[start : start + AT_ONCE]
@@ -376,6 +377,6 @@ def _question(sample: Sample, a: str, b: str) -> Messages:
 
 
 def _verdict(reply: str) -> str | None:
-    """Return the last verdict of a reply."""
+    """Return the last verdict in a reply, A, B or C; None without any."""
     found = re.findall(r"\[\[([ABC])\]\]", reply)
     return found[-1] if found else None

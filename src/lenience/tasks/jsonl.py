@@ -17,20 +17,20 @@ SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 class JsonlTask(Task):
     r"""A task from JSON rows with `prompt` (text) or `messages` (chat), and `reference`; optional
-    fields are `id`, `split` and `group` (samples of a group may be lost together). `fields` names
-    these fields if they differ.
+    fields are `id`, `split` and `group` (see `Sample`). `fields` gives other names for the prompt
+    and the reference.
 
     `answer` sets how an answer is found in a response: "number-after:MARKER" (the number after the
-    last MARKER), "last-number", "boxed" (the last \boxed{…}), "choice" (the chosen letter),
+    first MARKER), "last-number", "boxed" (the last \boxed{…}), "choice" (the chosen letter),
     "after:MARKER" (the rest of the line after the last MARKER) or "regex:PATTERN" (the last match,
     or its first group). `same` sets how answers are compared: as "number", "text" (ignoring case
     and spaces), "choice" or "math" (math-verify, extra "math"); the default fits `answer`, see
     `lenience.tasks.finding`. The answer in a reference is found in the same way; the whole
     reference is used if none is found.
 
-    Without a `split`, every fifth row is "test"; of several files, those named train… and test…
-    hold these splits. Raises InputError with the line, and with examples of references if `answer`
-    is missing.
+    Without a `split`, every fifth row is "test"; with several files, those with train or test in
+    their names hold these splits. Raises InputError with the line, and with a reference and a hint
+    if `answer` is missing.
     """
 
     version = 3
@@ -72,7 +72,7 @@ class JsonlTask(Task):
 
     @property
     def unread(self) -> list[str]:
-        """Return the keys of its rows that it does not read."""
+        """Return the keys of the rows that nothing reads."""
         return self.fields.unread(self._rows)
 
     def samples(self, split: str) -> Iterator[Sample]:
@@ -102,7 +102,8 @@ class JsonlTask(Task):
 
 
 def _rows(paths: Sequence[Path], fields: Fields) -> Iterator[Row]:
-    """Yield the rows of files, each with an id, and with a split where its file is one."""
+    """Yield the rows of files, each with an id and, with several files, the split in its file's
+    name. Raises InputError for a broken row, a duplicate id or a missing split."""
     several = len(paths) > 1
     ids = set[str]()
     splits = [

@@ -20,7 +20,7 @@ EXTRACTIONS = {
     "strict": (re.compile(r"#### (\-?[0-9\.\,]+)"), 0),
     "flexible": (re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)"), -1),
 }
-"""lm-eval's patterns, and whether the first or the last match counts."""
+"""Patterns of lm-eval, each with the index of the match that counts."""
 _AFTER_MARKER = answers("number-after:####", None)
 _LAST = answers("last-number", None)
 UNTIL = ("Question:", "</s>", "<|im_end|>")
@@ -33,14 +33,15 @@ class Gsm8k(Published):
     "####".
 
     The prompt is that of lm-eval's task gsm8k: "Question: …\\nAnswer:", after `shots` solved
-    problems, the first of the training file, which are then not mined; as one text, or with
-    turns=true as messages. By default the answer is the number after the first "####", or the last
-    number if there is none, and answers are compared by value: 18 and 18.00 are the same.
+    problems. These are the first of the training file and are left out of the samples. The prompt
+    is one text, or chat messages with turns=true. By default the answer is the number after the
+    first "####", or the last number if there is no "####", and answers are compared by value: 18
+    and 18.00 are the same.
 
-    `extract` takes one of lm-eval's two filters instead, for published figures: strict (the first
+    `extract` selects one of lm-eval's two filters instead, for published figures: strict (the first
     number after "####") or flexible (the last number). Texts are then compared without commas,
-    dollar signs and a full stop, so 18 and 18.0 differ, and a sign of U+2212 is lost. Tested
-    against a second reading of those regular expressions on 200 answers.
+    dollar signs and a full stop, so 18 and 18.0 differ, and a minus sign U+2212 is lost. Tested
+    against a second implementation of those regular expressions on 200 answers.
     """
 
     title: ClassVar[str] = "gsm8k"
@@ -125,16 +126,16 @@ class Math(Published):
     r"""MATH and MATH-500, competition problems (Hendrycks 2021): rows {problem, solution}, or
     with an `answer`, in one file or many.
 
-    The prompt asks to reason step by step and to put the answer into \boxed{}; the last box counts,
-    and is compared with the reference's by math-verify (extra "math"), which is the published
-    scorer of today's tables: 1/2, 0.5 and \frac12 are the same.
+    The prompt asks to reason step by step and to put the answer into \boxed{}. The last box counts.
+    math-verify (extra "math"), the scorer of current published tables, compares it with the
+    reference: 1/2, 0.5 and \frac12 are the same.
     """
 
     title: ClassVar[str] = "math"
     version = 1
     max_new_tokens = 1024
     level: int = 0
-    """One of 1 to 5, or 0 for all."""
+    """Level of difficulty, from 1 to 5; 0 for all."""
     PROMPT: ClassVar[str] = (
         "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
     )
@@ -147,7 +148,7 @@ class Math(Published):
             )
 
     def open(self, data: str) -> Self:
-        comparer()  # is there, or is told before anything is decoded
+        comparer()  # raises without math-verify, before anything is decoded
         return super().open(data)
 
     def read(self, row: Row, where: str, role: str) -> Sample | None:

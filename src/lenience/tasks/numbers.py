@@ -1,4 +1,4 @@
-r"""Numbers as people and models write them, and what they are worth.
+r"""Numbers as people and models write them, and their values.
 
 A number may have a sign, a currency or percent sign, separators of thousands (comma, point,
 apostrophe, spaces in groups of three), a decimal point or comma (3,5 and 1.234,5; 1,234 is a
@@ -41,7 +41,8 @@ _DIGITS = (
 
 
 def _fraction_named(mark: str) -> str:
-    """Return the pattern of \frac or of a fraction of one sign; `mark` ends its groups' names."""
+    r"""Return a regular expression for \frac or a one-character fraction such as ½. The names of
+    its groups end with `mark`."""
     return (
         rf"(?:\\[dt]?frac\s*(?:\{{\s*(?P<a{mark}>[0-9]+)\s*\}}\s*\{{\s*(?P<b{mark}>[0-9]+)\s*\}}"
         rf"|(?P<c{mark}>[0-9])\s*(?P<d{mark}>[0-9]))"
@@ -50,7 +51,8 @@ def _fraction_named(mark: str) -> str:
 
 
 def _power_named(mark: str) -> str:
-    """Return the pattern of a raised exponent; `mark` ends its groups' names."""
+    """Return a regular expression for a raised exponent. The names of its groups end with
+    `mark`."""
     return (
         rf"(?:(?:\^|\*\*)\s*(?P<power{mark}>\{{\s*[-−]?[0-9]+\s*\}}|[-−]?[0-9]+)"
         rf"|(?P<super{mark}>[⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+))"
@@ -86,8 +88,8 @@ class Number:
 
 
 def numbers(text: str) -> Iterator[Number]:
-    """Yield the numbers of a text, in order. Digits that are part of a name, as in x5 or A4, are
-    none."""
+    """Yield the numbers in a text, in order. Digits that are part of a name, as in x5 or A4, do not
+    count."""
     text = plain_text(text)
     at = 0
     while found := _NUMBER.search(text, at):
@@ -98,8 +100,8 @@ def numbers(text: str) -> Iterator[Number]:
 
 
 def value(text: str) -> Fraction | None:
-    """Return the value of a number that is all there is in a text, emphasis, brackets and LaTeX's
-    dollar signs aside; None if there is more, or the form is not understood."""
+    """Return the value of a text that is a single number, ignoring emphasis, brackets and LaTeX's
+    dollar signs. None if the text holds anything else, or the form is not understood."""
     plain = plain_text(text).replace("</s>", "")
     plain = plain.strip(" \t\r\n*_`()[]").rstrip(".,;:!").strip(" \t\r\n*_`()[]")
     if plain.startswith("$") and plain.endswith("$") and len(plain) > 2:
@@ -116,7 +118,7 @@ def value(text: str) -> Fraction | None:
 
 
 def plain_text(text: str) -> str:
-    """Return a text of the same meaning with ASCII digits and without LaTeX's separators."""
+    """Return a text with ASCII digits and signs, and without LaTeX's digit separators."""
     text = (
         text.replace("{,}", ",")
         .replace("\\,", "\u2009")
@@ -135,7 +137,7 @@ def plain_text(text: str) -> str:
 
 
 def _is_name(text: str, found: re.Match[str]) -> bool:
-    """True if the digits continue a word, as in x5."""
+    """Return True if the digits continue a word, as in x5."""
     first = found.start("whole") if found["whole"] else found.start("fraction")
     before = text[first - 1 : first]
     return first == found.start() and (before.isalnum() or before == "_")
@@ -170,7 +172,8 @@ def _read(text: str, found: re.Match[str]) -> Number:
 
 
 def _sign(text: str, found: re.Match[str]) -> bool | None:
-    """True for a negative number; None where a dash may be a minus, a range or a bullet."""
+    """Return True for a negative number and False for a positive one; None if the dash may be a
+    minus, a range or a bullet."""
     signs = [sign for sign in (found["sign"], found["sign2"]) if sign]
     if not signs:
         return False
@@ -194,8 +197,8 @@ def _sign(text: str, found: re.Match[str]) -> bool | None:
 
 
 def _stands_alone(text: str, found: re.Match[str], end: int) -> bool:
-    """True unless the text around the number gives it another form: a time, a date, a range, a
-    product, a root, a list of numbers."""
+    """Return True unless the text around the number gives it another form: a time, a date, a range,
+    a product, a root, a list of numbers."""
     before = text[: found.start()].rstrip(SPACES)
     if before.endswith(("√", "±", "\\pm", "\\sqrt{", "\\sqrt", "^", "^{", "/", "⁄")):
         return False
@@ -250,7 +253,7 @@ def _amount(found: re.Match[str]) -> Fraction | None:
 
 
 def _part(found: re.Match[str], which: str) -> Fraction | None:
-    r"""Return a fraction of one sign, or of \frac."""
+    r"""Return the value of a one-character fraction or of \frac; None if its denominator is 0."""
     sign = found[f"e{which}"]
     if sign:
         return Fraction(unicodedata.numeric(sign)).limit_denominator(100)
@@ -266,7 +269,7 @@ def _exponent(braced: str | None, superscript: str | None) -> int | None:
 
 
 def _power(braced: str | None, superscript: str | None) -> Fraction | None:
-    """Return ten to a power."""
+    """Return ten to the power of a matched exponent; None if it is too large."""
     exponent = _exponent(braced, superscript)
     return None if exponent is None else Fraction(10) ** exponent
 
@@ -281,7 +284,7 @@ def _raised(
 
 
 def _digits(text: str) -> Fraction | None:
-    """Return the value of digits with separators; None where these make no number."""
+    """Return the value of digits with separators; None if they form no number."""
     plain = re.sub(rf"[{SPACES}'’_]", "", text)
     grouped = plain != text
     if re.fullmatch(r"[0-9]*", plain):

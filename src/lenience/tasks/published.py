@@ -1,4 +1,4 @@
-"""Benchmarks, read from the files that they are published as."""
+"""Benchmarks, read from their published files."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ SUFFIXES = (*JSON, ".csv", ".parquet")
 ROLES = {"train": "train", "test": "test", "val": "validation", "valid": "validation"}
 ROLES |= {"validation": "validation", "dev": "dev"}
 WHOLE = "whole"
-"""The role of files whose names say none."""
+"""Role of files whose names contain no role."""
 FOLDS = 5
 EXTRA = "pip install 'lenience[data]'"
 
 
 @dataclass(kw_only=True)
 class Published(Task):
-    """A benchmark. Its options are fields, `name:option=value` as its spec. If it has no test set,
-    a fifth is the split "test" and the rest "train"; `fold` chooses the fifth, from 0 to 4, and
-    sets=whole puts all of it into both."""
+    """A published benchmark. Its options are the dataclass's fields, written `name:option=value`.
+    If it has no test set, one fifth becomes the split "test" and the rest "train": `fold` (0 to 4)
+    chooses the fifth, and sets=whole puts all samples into both splits."""
 
     scores_by_reference = True
     title: ClassVar[str]
-    """First part of its spec."""
+    """Name of the benchmark, the first part of its spec."""
     train_roles: ClassVar[tuple[str, ...]] = ("train", "validation", "dev")
     test_roles: ClassVar[tuple[str, ...]] = ("test", "validation", "dev")
     suffixes: ClassVar[tuple[str, ...]] = SUFFIXES
@@ -58,7 +58,8 @@ class Published(Task):
         self._given: dict[str, list[Sample]] = {}
 
     def open(self, data: str) -> Self:
-        """Read the samples of files. Raises InputError where they are not this benchmark's."""
+        """Read the samples from `data` (see `published_files`) and return the task. Raises
+        InputError for files of another benchmark."""
         files = published_files(data, self.suffixes)
         self._data = data
         try:
@@ -92,12 +93,12 @@ class Published(Task):
         return self
 
     def of_fold(self, fold: int) -> Self:
-        """Return the same benchmark, its split "test" being a fold of it."""
+        """Return the same benchmark with another fold as its split "test"."""
         return replace(self, fold=fold, sets="split").open(self._data)
 
     @property
     def spec(self) -> str:
-        """Return its name with the options that are not the defaults."""
+        """Return the benchmark's name with the options that differ from the defaults."""
         return spec.show(self.title, self)
 
     @property
@@ -124,24 +125,25 @@ class Published(Task):
 
     @property
     def is_one_set(self) -> bool:
-        """Return whether it is published as one set, which is split here."""
+        """Return True if the benchmark has no separate test set, so that folds split it."""
         return self._role(self.train_roles) == self._role(self.test_roles)
 
     def read(self, row: Row, where: str, role: str) -> Sample | None:
-        """Return the sample of a row, its id empty where the row has none; None for one that the
-        options leave out. Raises InputError or KeyError where the row is of another benchmark."""
+        """Return the sample of a row, with an empty id if the row has none; None if the options
+        exclude the row. Raises InputError or KeyError for a row of another benchmark."""
         raise NotImplementedError
 
     @property
     def choices(self) -> str:
-        """Return which options leave out samples, where any were given."""
+        """Return the options that may exclude all samples, as text for an error; "" without any."""
         return self.spec.partition(":")[2]
 
     def _prepare(self, files: dict[str, list[Path]]) -> None:
-        """Look at the files before their samples are read."""
+        """Prepare to read samples from the files, such as by reading shots. A hook for
+        subclasses."""
 
     def _chosen(self, samples: list[Sample], split: str) -> list[Sample]:
-        """Return the samples of a split that are used."""
+        """Return the samples of a split to use; by default all."""
         return samples
 
     def _rows(self, path: Path) -> Iterator[tuple[str, Row]]:
@@ -163,8 +165,8 @@ class Published(Task):
                 yield sample if sample.id else replace(sample, id=f"{name}-{number}")
 
     def _role(self, roles: Sequence[str]) -> str:
-        """Return the first of some roles that there is, with samples that can be scored if any
-        are."""
+        """Return the first of `roles` that has samples, preferring a role whose samples have
+        references."""
         there = [role for role in (*roles, WHOLE) if self._given.get(role)]
         there = there or [name for name in self._given if self._given[name]]
         return next(
@@ -174,20 +176,20 @@ class Published(Task):
 
 
 def chat(*turns: tuple[str, str]) -> Messages:
-    """Return messages of user and assistant, one after the other."""
+    """Return chat messages from turns, given as (role, content)."""
     return [{"role": role, "content": content} for role, content in turns]
 
 
 def fold_of(id: str) -> int:
-    """Return which fifth of a set a sample is in."""
+    """Return the fold, from 0 to 4, of a sample's id or group."""
     return zlib.crc32(id.encode()) % FOLDS
 
 
 def stratified(
     samples: Sequence[Sample], n: int, seed: int, stratum: str
 ) -> list[Sample]:
-    """Return `n` samples in their order, with as many of each stratum (a key of their metadata) as
-    its share of all, drawn by a seed."""
+    """Return `n` samples in their original order, drawn by `seed` so that each value of `stratum`,
+    a key of their metadata, keeps its share."""
     if n >= len(samples):
         return list(samples)
     drawn = list(range(len(samples)))
@@ -223,9 +225,9 @@ def _digest(files: dict[str, list[Path]]) -> str:
 
 
 def published_files(data: str, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
-    """Return the files of a benchmark by their roles (train, validation, dev, test, or whole): a
-    file, several with commas, a folder, or a dataset of the Hub, org/name or org/name:FOLDER; with
-    such suffixes. Raises InputError."""
+    """Return a benchmark's files by role (train, validation, dev, test or whole). `data` is a file,
+    several files separated by commas, a folder, or a Hub dataset, org/name or org/name:FOLDER.
+    Raises InputError for missing files and for other suffixes."""
     given = list(map(Path, data.split(",")))
     if len(given) == 1 and not given[0].exists():
         given = [_from_hub(data, suffixes)]
@@ -249,7 +251,7 @@ def published_files(data: str, suffixes: tuple[str, ...]) -> dict[str, list[Path
 
 
 def _in_folder(folder: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """Return the files in a folder, with their roles. Raises InputError where it holds several
+    """Return the files in a folder, with their roles. Raises InputError if it holds several
     benchmarks."""
     paths = [
         file
@@ -278,7 +280,7 @@ def _in_folder(folder: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]
 
 
 def _each_once(paths: Sequence[Path], suffixes: tuple[str, ...]) -> list[Path]:
-    """Return each file once: of equal files in several formats, the one with the first suffix."""
+    """Return each file once; of files that differ only in format, the one with the first suffix."""
     ends = {
         path: next(end for end in suffixes if path.name.lower().endswith(end))
         for path in paths
@@ -290,7 +292,7 @@ def _each_once(paths: Sequence[Path], suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _role_of(path: Path, top: Path) -> str:
-    """Return the split that a file holds, by its name or by the folders it lies in."""
+    """Return the role of a file, by its name or the names of its folders."""
     names = [path.name, *reversed(path.relative_to(top).parts[:-1])]
     return next((role for role in map(_role_in, names) if role), WHOLE)
 
@@ -303,7 +305,8 @@ def _role_in(name: str) -> str | None:
 
 
 def _from_hub(data: str, suffixes: tuple[str, ...]) -> Path:
-    """Return a dataset of the Hub, or one of its folders, as files here. Raises InputError."""
+    """Download a Hub dataset, or one of its folders, and return its local path. Raises InputError
+    if there is none."""
     name, _, part = data.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise InputError(f"--data {data}: there is no such file or folder")
@@ -331,8 +334,8 @@ def _from_hub(data: str, suffixes: tuple[str, ...]) -> Path:
 
 
 def read_table(path: Path) -> Iterator[tuple[str, Row]]:
-    """Return the rows of a file, each with where it stands. Raises InputError that names the
-    line."""
+    """Return the rows of a JSON, CSV or Parquet file, each with its location. Raises InputError
+    with the location."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         return _numbered(path, _parquet_rows(path))
@@ -346,8 +349,8 @@ def _numbered(path: Path, rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    """Return rows by the names in the first line. A table of six columns without names is MMLU's
-    own format."""
+    """Yield rows keyed by the names in the first line. A table of six columns without names is read
+    in MMLU's format."""
     csv.field_size_limit(1 << 24)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:

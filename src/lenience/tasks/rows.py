@@ -1,4 +1,4 @@
-"""The rows of users' files, JSON lines or a JSON list, perhaps compressed, and what they say."""
+"""Rows of users' files (JSON lines or a JSON list, perhaps compressed), and their fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ USUAL = {
     "prompt": ("question", "instruction", "problem", "input", "query", "text"),
     "reference": ("answer", "solution", "output", "label", "target"),
 }
-"""Names of fields in other data sets."""
+"""Common names of prompt and reference in other data sets."""
 Row = dict[str, Any]
 
 
@@ -30,11 +30,11 @@ class Fields:
     prompt: str = "prompt"
     reference: str = "reference"
     template: str | None = None
-    """A prompt that is made of fields, such as "Q: {question}\\nA:"."""
+    """Template of the prompt, filled with a row's fields, such as "Q: {question}\\nA:"."""
 
     @property
     def spec(self) -> str:
-        """Return the fields as runs and certificates name them; empty if all are the defaults."""
+        """Return the fields that differ from the defaults, as text for runs and certificates."""
         fields = {"prompt": self.prompt, "reference": self.reference}
         parts = [
             f"{name}_field={field}" for name, field in fields.items() if field != name
@@ -71,14 +71,14 @@ class Fields:
         return None if reference is None else str(reference)
 
     def besides(self, row: Row) -> Row:
-        """Return a row's other fields, for its task."""
+        """Return a row's other fields, the sample's metadata."""
         known = {self.reference, "id", "split", "group"}
         if self.template is None:
             known |= {self.prompt, "messages"}
         return {key: value for key, value in row.items() if key not in known}
 
     def unread(self, rows: list[Row]) -> list[str]:
-        """Return the keys of rows that nothing reads."""
+        """Return the keys of rows that neither these fields nor the template read."""
         parsed = Formatter().parse(self.template or "")
         filled = {re.split(r"[.\[]", field)[0] for _, field, _, _ in parsed if field}
         keys = {key: None for row in rows for key in self.besides(row)}
@@ -103,7 +103,7 @@ USUAL_FIELDS = Fields()
 
 
 def _instead(row: Mapping[str, Any], what: str) -> str:
-    """Return the likely substitute of a missing field, as a phrase for an error."""
+    """Return a hint for an error: the row's fields, and the likely substitute of a missing one."""
     if not row:
         return ""
     usual = next((key for key in USUAL[what] if key in row), None)
@@ -112,7 +112,7 @@ def _instead(row: Mapping[str, Any], what: str) -> str:
 
 
 def is_chat(messages: object) -> bool:
-    """Return whether something is a list of chat messages."""
+    """Return True if a value is a non-empty list of chat messages."""
     if not isinstance(messages, list) or not messages:
         return False
     return all(
@@ -122,15 +122,15 @@ def is_chat(messages: object) -> bool:
 
 
 def told_unread(keys: list[str]) -> str:
-    """Return the unused keys as a phrase, with their likely meaning."""
+    """Return a phrase that lists unused keys, with a hint at one that may be the reference."""
     meant = next((key for key in USUAL["reference"] if key in keys), None)
     mend = f" (--reference-field {meant}?)" if meant else ""
     return f"unused keys: {', '.join(keys)}{mend}"
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield the objects in a file, each with where it stands. Raises InputError that names the
-    line."""
+    """Yield the objects in a JSON file, each with its location. Raises InputError with the
+    location."""
     try:
         content = path.read_bytes()
         if path.suffix == ".gz":
@@ -145,7 +145,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _is_one_object(path: Path, text: str) -> bool:
-    """Return whether a .json file is one object over many lines, and not one on each."""
+    """Return True if a .json file is one object over many lines rather than JSON lines."""
     if not path.name.endswith((".json", ".json.gz")):
         return False
     first = text.strip().split("\n")[0]

@@ -1,12 +1,12 @@
 """Run model-written programs in a sandbox.
 
-They have no network, no files but their own folder, no further processes, and bounded time, memory
-and output.
+Programs have no network, no files but Python's and their own folder, no child processes, and
+bounded time, memory and output.
 
-Two ways to shut in, each tried before it is used: namespaces, by bubblewrap; or, where a container
-forbids these, Landlock, dropped privileges and a read-only world. Under both, seccomp refuses
-sockets, signals to others, new processes, and what else a solution of a problem has no need of.
-What a program should have answered never enters its process.
+There are two kinds of sandbox, each probed before use: namespaces (bubblewrap) or, if a container
+forbids namespaces, Landlock with dropped privileges and nothing to write to. In both, seccomp
+refuses sockets, signals to other processes, new processes, and other calls that solutions do not
+need. Expected answers never enter the program's process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Status = Literal["ended", "timeout", "too much output"]
 CHILD = Path(sandboxed.__file__)
 EXTRA = "pip install 'lenience[code]'"
 FOLDER_BYTES = 64 << 20
-"""Bytes that a program may write into its folder, which is in memory."""
+"""Maximum number of bytes in a program's folder, which is in memory."""
 # fmt: off
 REFUSED = (
     "socket", "bind", "connect", "listen", "accept", "accept4", "sendto", "sendmsg", "sendmmsg",
@@ -58,7 +58,7 @@ REFUSED = (
 """System calls that no solution of a problem needs."""
 CLONE_THREAD = 0x10000
 SIGNALLING = (8, 10, 15)
-"""fcntl's F_SETOWN, F_SETSIG and F_SETOWN_EX, by which a stream signals another process."""
+"""Commands F_SETOWN, F_SETSIG and F_SETOWN_EX of fcntl, by which a stream signals a process."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Limits:
     """Resource limits of a program."""
 
     seconds: float = 10.0
-    """Time limit from start to end, or per call."""
+    """Time limit in seconds, for a whole run or per call."""
     memory: int = 1 << 30
     """Bytes of address space."""
     output: int = 1 << 20
-    """Bytes it may write to its standard streams."""
+    """Maximum number of bytes on each standard stream."""
 
     def rlimits(self, calls: int) -> dict[str, int]:
         """Return the limits of a process that may take `seconds` for each of `calls` calls."""
@@ -85,7 +85,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """A program's end and output."""
+    """The exit and the output of a program."""
 
     status: Status
     code: int
@@ -106,7 +106,7 @@ class TestVerdict:
         return self.kind == "passed"
 
     def __str__(self) -> str:
-        """Return a line that no terminal interprets as commands."""
+        """Return one line without control characters."""
         text = f"{self.kind}: {self.detail}" if self.detail else self.kind
         return "".join(char if char.isprintable() else " " for char in text)
 
@@ -120,7 +120,7 @@ class Sandbox:
     def run(
         self, program: str, given: str = "", limits: Limits = Limits()
     ) -> ProgramResult:
-        """Run a script on a standard input."""
+        """Run a script with `given` as its standard input."""
         with self._started("main", program, limits) as process:
             return _exchange(process, given.encode("utf-8", "replace"), limits)
 
@@ -131,8 +131,8 @@ class Sandbox:
         arguments: Sequence[Sequence[Any]],
         limits: Limits,
     ) -> Iterator[Any | TestVerdict]:
-        """Call a function of a program repeatedly in one process. Yield each call's result, or the
-        Verdict that ends it."""
+        """Call the function `entry` of a program with each list of arguments, in one process. Yield
+        each result; a TestVerdict in its place ends the calls."""
         count = len(arguments) + 1
         with self._started(
             "calls", program, limits, entry=entry, calls=count
@@ -152,9 +152,9 @@ class Sandbox:
     def check(
         self, program: str, entry: str, tests: str, limits: Limits = Limits()
     ) -> TestVerdict:
-        """Return whether a function of `program` passes trusted `tests`, code that defines
-        `check(candidate)`; these run in a sandbox of their own, which the program cannot look into.
-        Raises InputError where the tests cannot be run."""
+        """Return the verdict of trusted `tests`, code that defines `check(candidate)`, on the
+        function `entry` of `program`. The tests run in a separate sandbox, which the program cannot
+        inspect. Raises InputError if the tests cannot be run."""
         asked_read, asked_write = os.pipe()
         told_read, told_write = os.pipe()
         ends = {asked_read, asked_write, told_read, told_write}
@@ -165,7 +165,7 @@ class Sandbox:
             fds = {"calls": asked_write, "replies": told_read}
             referee = self._started("referee", tests, limits, entry=entry, fds=fds)
             with candidate, referee as process:
-                while ends:  # or a side's end would not be noticed by the other
+                while ends:  # else neither side would notice that the other has ended
                     os.close(ends.pop())
                 ended = _exchange(process, b"", limits)
         finally:
@@ -185,7 +185,7 @@ class Sandbox:
 
     @contextmanager
     def _filter(self) -> Iterator[int]:
-        """Provide a file with the filter of refused system calls; None if nothing is refused."""
+        """Provide the descriptor of a file with the filter of system calls; -1 without a filter."""
         if self.kind == "none":
             yield -1
             return
@@ -204,7 +204,7 @@ class Sandbox:
         calls: int = 1,
         **asked: Any,
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """Provide a process in the sandbox. Nothing of it is left afterwards."""
+        """Provide a process in the sandbox, and kill it with its children afterwards."""
         fds = dict(fds or {})
         with (
             _content(program.encode("utf-8", "surrogatepass")) as file,
@@ -273,7 +273,7 @@ def _content(content: bytes) -> Iterator[int]:
 
 @cache
 def _refused_calls() -> bytes:
-    """Return the filter of system calls, as the kernel takes it. Raises InputError without
+    """Return the filter of refused system calls as a BPF program. Raises InputError without
     pyseccomp."""
     try:
         import pyseccomp
@@ -294,10 +294,10 @@ def _refused_calls() -> bytes:
     for command in SIGNALLING:
         owner = pyseccomp.Arg(1, pyseccomp.EQ, command)
         refused.add_rule(pyseccomp.ERRNO(1), "fcntl", owner)
-    # PR_SET_PDEATHSIG, which is set before
+    # PR_SET_PDEATHSIG, which has been set before the filter applies
     on_death = pyseccomp.Arg(0, pyseccomp.EQ, 1)
     refused.add_rule(pyseccomp.ERRNO(1), "prctl", on_death)
-    # glibc then calls clone, whose flags are seen
+    # ENOSYS makes glibc call clone, whose flags the filter sees
     refused.add_rule(pyseccomp.ERRNO(38), "clone3")
     with tempfile.TemporaryFile() as file:
         refused.export_bpf(file)
@@ -306,13 +306,14 @@ def _refused_calls() -> bytes:
 
 
 def _python() -> list[str]:
-    """Return the interpreter, without site packages, without the folder it is in."""
+    """Return the command of the interpreter, without site packages and without the script's folder
+    on its path."""
     executable = getattr(sys, "_base_executable", sys.executable)
     return [os.path.realpath(executable), "-B", "-S", "-s", "-P"]
 
 
 def _readable() -> list[str]:
-    """Return the files that Python itself reads, and none of a user's."""
+    """Return the files and folders that Python itself reads, and none of a user's."""
     usual = [
         "/usr",
         "/lib",
@@ -328,12 +329,12 @@ def _readable() -> list[str]:
 
 @cache
 def _user_for_python() -> bool:
-    """Return whether anybody may run this Python: it is in nobody's private folder."""
+    """Return True if any user may run this Python, as it is in no private folder."""
     return all(parent.stat().st_mode & 0o001 for parent in Path(_python()[0]).parents)
 
 
 def _bubblewrap(refused: int) -> list[str]:
-    """Return the command that a sandbox's command follows."""
+    """Return the bubblewrap command, to which the command to run is appended."""
     command = [
         "bwrap",
         "--unshare-all",
@@ -374,7 +375,7 @@ def _bubblewrap(refused: int) -> list[str]:
 def _exchange(
     process: subprocess.Popen[bytes], given: bytes, limits: Limits
 ) -> ProgramResult:
-    """Write to a process and read its output, until it ends or exceeds its limits."""
+    """Write to a process and read its output until it ends or exceeds its limits."""
     assert process.stdin and process.stdout and process.stderr
     deadline = time.monotonic() + limits.seconds
     written: dict[Any, bytearray] = {
@@ -401,7 +402,8 @@ def _read_both(
     deadline: float,
     most: int,
 ) -> Status:
-    """Fill `written` until both streams are closed."""
+    """Write `given` to a process and fill `written` until both of its output streams close. Return
+    how this ended."""
     assert process.stdin
     left = memoryview(given)
     os.set_blocking(process.stdin.fileno(), False)
@@ -444,7 +446,7 @@ def _feed(
 
 
 class _Replies:
-    """Replies of a process that answers calls, line by line."""
+    """The replies of a process that answers calls, line by line."""
 
     def __init__(self, process: subprocess.Popen[bytes], limits: Limits):
         assert process.stdin and process.stdout
@@ -460,7 +462,7 @@ class _Replies:
         self._waiting = memoryview(json.dumps(content).encode() + b"\n")
 
     def next(self) -> Any | TestVerdict:
-        """Return the next value, or why there is none."""
+        """Return the next value, or the verdict if there is none."""
         deadline = time.monotonic() + self._limits.seconds
         while b"\n" not in self._read:
             if len(self._read) > sandboxed.LONGEST_LINE:
@@ -472,7 +474,8 @@ class _Replies:
         return _reply(bytes(line))
 
     def _wait(self, seconds: float) -> TestVerdict | None:
-        """Wait until something was written or read; return why nothing was."""
+        """Wait until data was written or read. Return a verdict if the process is late or has
+        ended."""
         with selectors.DefaultSelector() as ready:
             ready.register(self._from, selectors.EVENT_READ)
             if self._waiting:
@@ -509,11 +512,11 @@ def _reply(line: bytes) -> Any | TestVerdict:
 
 
 PROBE = "import os\nprint(sum(map(int, input().split())), os.getcwd())"
-"""Is run to see whether a sandbox works here."""
+"""Program that shows whether a sandbox works here."""
 
 
 def probe(kind: SandboxKind) -> str:
-    """Run a small program in a sandbox. Returns why that failed; "" if it worked."""
+    """Run a small program in a sandbox. Return the reason of a failure; "" if it worked."""
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
     try:
@@ -527,8 +530,8 @@ def probe(kind: SandboxKind) -> str:
 
 @cache
 def sandbox(unsafe_local: bool = False) -> Sandbox:
-    """Return the sandbox that works here. Raises InputError where none does, unless programs may
-    run as this very user (`unsafe_local`)."""
+    """Return the first kind of sandbox that works here. With `unsafe_local`, programs run as this
+    user without a sandbox. Raises InputError if no kind works."""
     if os.name != "posix":
         raise InputError("task: model-written programs need Linux or another Unix")
     if unsafe_local:
@@ -547,7 +550,7 @@ def sandbox(unsafe_local: bool = False) -> Sandbox:
 
 
 def workers() -> int:
-    """Return how many programs run at once."""
+    """Return the number of programs to run at once: one per available core."""
     return (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")

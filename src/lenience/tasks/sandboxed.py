@@ -3,8 +3,8 @@
 It runs as a file, by any Python 3.8 or later, with the standard library only.
 
 Its first argument is JSON: `mode`, `program` (a file descriptor to read it from), `limits` (names
-of rlimits and values), `confine` (what the process is to shut itself out of; null where a sandbox
-is around it) and what the mode needs.
+of rlimits and values), `confine` (settings with which the process confines itself; null if a
+sandbox surrounds it) and further fields of the mode.
 
 Modes: "main" runs the program as a script; "calls" answers calls of one of its functions, a JSON
 line each; "referee" runs trusted tests against a function in another sandbox.
@@ -20,7 +20,7 @@ import struct
 import sys
 import traceback
 
-TYPE_CHECKING = False  # without typing, which would take a program's start longer
+TYPE_CHECKING = False  # not from typing, whose import would slow down each start
 if TYPE_CHECKING:
     from typing import Any
 
@@ -36,7 +36,7 @@ WRITE_FILE = 1 << 1
 READ_FILE = 1 << 2
 READ_DIR = 1 << 3
 RIGHTS_BY_ABI = (0, 13, 14, 15, 15, 16)
-"""Number of file rights in each version; later versions have those of the last."""
+"""Number of file rights in each version; later versions have as many as the last."""
 SET_NO_NEW_PRIVS = 38
 SET_SECCOMP = 22
 CAPBSET_DROP = 24
@@ -90,16 +90,15 @@ def decode(value: Any) -> Any:
 
 
 def run_main(program: str, asked: dict[str, Any]) -> None:
-    """Run the program as a script with the process's own standard streams; it may end by
-    sys.exit."""
+    """Run the program as a script with the process's standard streams. It may end by sys.exit."""
     space = {"__name__": "__main__", "exit": sys.exit, "quit": sys.exit}
     with contextlib.suppress(SystemExit):
         exec(compile(program, "program.py", "exec"), space)
 
 
 def answer_calls(program: str, asked: dict[str, Any]) -> None:
-    """Read calls from standard input and reply on standard output, which the program itself finds
-    empty and closed to it."""
+    """Read calls from standard input and reply on standard output. The program itself finds
+    /dev/null in their place."""
     calls = os.fdopen(os.dup(0))
     replies = os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -150,7 +149,7 @@ class Failed(BaseException):
 
 
 def judge_by_tests(program: str, asked: dict[str, Any]) -> None:
-    """Run tests, whose `check` is given a stand-in that asks the function in the other sandbox."""
+    """Run tests whose `check` receives a stand-in that calls the function in the other sandbox."""
     calls = os.fdopen(asked["calls"], "w")
     replies = os.fdopen(asked["replies"])
 
@@ -197,15 +196,15 @@ def judge_by_tests(program: str, asked: dict[str, Any]) -> None:
 
 
 def confine(asked: dict[str, Any]) -> None:
-    """Confine this process: no files (Landlock), no other user (capabilities), and a filter of
-    system calls (seccomp). Raises OSError if the kernel cannot."""
+    """Confine this process: only readable files (Landlock), no privileges (capabilities), and a
+    filter of system calls (seccomp). Raises OSError if the kernel cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     _prctl(libc, SET_NO_NEW_PRIVS, 1)
     _landlock(libc, asked["readable"])
     if os.geteuid() == 0:
         _drop_privileges(libc, asked["user"])
     _prctl(libc, SET_DUMPABLE, 0)
-    _prctl(libc, SET_PDEATHSIG, 9)  # what is left when the parent is killed ends too
+    _prctl(libc, SET_PDEATHSIG, 9)  # ends this process when its parent is killed
     if asked["filter"] is not None:
         with os.fdopen(asked["filter"], "rb") as file:
             program = file.read()
@@ -267,7 +266,7 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     with os.fdopen(asked["program"], encoding="utf-8", errors="surrogatepass") as file:
         program = file.read()
-    import resource  # which only Unix has; the rest of this file is imported everywhere
+    import resource  # exists on Unix only; the file is imported everywhere
 
     for name, value in asked["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))

@@ -1,4 +1,4 @@
-"""Texts without a right answer, scored by ROUGE against a person's: summaries and continuations."""
+"""Tasks scored by ROUGE against a person's text: summaries and continuations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RougeTask(Published):
         )
 
     def open(self, data: str) -> Self:
-        _scorer(self.rouge)  # is there, or is told before anything is decoded
+        _scorer(self.rouge)  # raises without rouge-score, before anything is decoded
         return super().open(data)
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
@@ -62,7 +62,7 @@ class RougeTask(Published):
         return abs(self.quality(a, sample) - self.quality(b, sample)) <= self.within
 
     def quality(self, text: str, sample: Sample) -> float:
-        """Return ROUGE of a text, in [0, 1]."""
+        """Return the ROUGE F-measure of a text against the sample's reference, in [0, 1]."""
         assert sample.reference is not None
         scores = _scorer(self.rouge)(sample.reference, text)
         return float(scores[self.rouge].fmeasure)
@@ -97,15 +97,15 @@ class Summary(RougeTask):
 @dataclass(kw_only=True)
 class ContinuationTask(RougeTask):
     """Sentences to continue, as with LM1B (Chelba 2013): a text file with one sentence per line, or
-    rows {text}. The first `words` words are the prompt; 20 tokens of the rest are the reference, as
-    words."""
+    rows {text}. The first `words` words are the prompt; the next 16 words, about 20 tokens, are the
+    reference."""
 
     title: ClassVar[str] = "continuation"
     max_new_tokens = 20
     words: int = 10
     suffixes: ClassVar[tuple[str, ...]] = (*SUFFIXES, ".txt")
     FOLLOWING: ClassVar[int] = 16
-    """Words that 20 tokens about make."""
+    """Number of words in about 20 tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

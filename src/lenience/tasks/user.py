@@ -33,9 +33,9 @@ TRAITS = (
 
 
 def as_task(task: Any, where: str = "", version: str | None = None) -> CheckedTask:
-    """Return a task from any object with a task's methods; errors of these name the sample.
-    `answer(text)` and `same(a, b)` may omit the sample. A `version` replaces the task's own. Raises
-    InputError for a missing method, with `where`."""
+    """Return a task from any object with a task's methods. Errors in these methods name the sample.
+    `answer(text)` and `same(a, b)` may omit the sample. `version` replaces the task's own. Raises
+    InputError, with `where`, for a missing method."""
     if isinstance(task, CheckedTask) and version is None:
         return task
     lacking = [part for part in NEEDED if not hasattr(task, part)]
@@ -46,8 +46,8 @@ def as_task(task: Any, where: str = "", version: str | None = None) -> CheckedTa
 
 
 class CheckedTask(Task):
-    """The methods of a task over those of an object, each called as it is declared and its result
-    checked."""
+    """A wrapper of a user's task, which calls each method as it is declared and checks its
+    result."""
 
     def __init__(self, task: Any, version: str | None):
         self.name = task.name
@@ -59,7 +59,7 @@ class CheckedTask(Task):
         for trait in TRAITS:
             setattr(self, trait, getattr(task, trait, getattr(Task, trait)))
         self.left_out = set[str]()
-        """The ids of samples that do not fit."""
+        """Ids of the samples that were left out."""
         self._fits: Callable[[Sample], bool] = lambda _: True
         self._told = False
         self._same = _own(task, "same")
@@ -103,7 +103,7 @@ class CheckedTask(Task):
                 self.left_out.add(sample.id)
 
     def only(self, fits: Callable[[Sample], bool]) -> CheckedTask:
-        """Return the same task without the samples that do not fit."""
+        """Return a copy of the task with only the samples for which `fits` returns True."""
         task = copy(self)
         task.left_out = set()
         task._fits = fits
@@ -164,7 +164,8 @@ class CheckedTask(Task):
         return scores
 
     def _scores_or_wrong(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
-        """Return all at once or, where that raises, one by one, so that none takes others along."""
+        """Score all responses at once or, if that raises, one by one, so that one failure does not
+        affect the others."""
         try:
             return list(self._score(pairs))
         except Exception:
@@ -235,14 +236,15 @@ class CheckedTask(Task):
 
 
 def _own(task: Any, part: str) -> Any:
-    """Return an object's own definition of a part of a task; None for the default."""
+    """Return an object's own definition of a task's method or property; None for the default."""
     inherited = getattr(type(task), part, None) is getattr(Task, part)
     return None if inherited else getattr(task, part, None)
 
 
 def _given_sample(method: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """Return a method whose last argument is the sample, whether or not the user's own takes it
-    there, by its name, or at all. An option of the user's own has a default and another name."""
+    """Return a wrapper that takes the sample as its last argument, whether the user's method takes
+    the sample by position, by keyword or not at all. A parameter with a default and another name is
+    the user's own option."""
     parameters = list(inspect.signature(method).parameters.values())
     if any(
         parameter.kind is parameter.KEYWORD_ONLY and parameter.name == "sample"
@@ -260,7 +262,8 @@ def _given_sample(method: Callable[..., Any], place: int) -> Callable[..., Any]:
 
 
 def task_in_file(path: Path, name: str) -> Task:
-    """Run a user's own file and take the class or object `name` from it. Raises InputError."""
+    """Run a user's Python file and return its class or object `name` as a task. Raises InputError
+    if either fails."""
     module_spec = importlib.util.spec_from_file_location(
         f"lenience_task_{path.stem}", path
     )
@@ -277,5 +280,5 @@ def task_in_file(path: Path, name: str) -> Task:
         raise InputError(f"task file {path}: {why}") from error
     if task is None:
         raise InputError(f"task file {path}: there is no {name!r} in it")
-    # a run is not gone on with after its task has changed
+    # a run does not resume after its task has changed
     return as_task(task, f"{path}:{name}", version=digest_bytes(path.read_bytes(), 6))

@@ -1,11 +1,11 @@
 """The built-in task: generated word problems, answered step by step.
 
-Its point is that both kinds of token occur and cannot be told apart by their looks. Wording, the
+Important and unimportant tokens both occur, and cannot be told apart by their looks. Wording, the
 order of independent steps, the order of the operands of a sum, checks and asides may differ without
-harm, digits included; the digits of a result, the operator, and words such as *gives* or *gets*,
+harm, digits included. The digits of a result, the operator, and words such as *gives* or *gets*,
 *of the rest* or *of the whole* decide the answer. Two *authors* ("target" and "draft") prefer
-different wordings in different contexts: the models of the built-in pair were each trained on one
-author's solutions, so that they disagree harmlessly all the time.
+different wordings in different contexts. Each model of the built-in pair was trained on one
+author's solutions, so the models often disagree without harm.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ LANDMARKS = (20, 50, 100, 200, 300, 400)
 def _ranking(
     author: str, choice: str, context: str, n: int, agree: float
 ) -> tuple[int, ...]:
-    """Return an author's order of the n options of a choice in a context, fixed by its name. In a
-    share `agree` of the contexts the draft's author has the target's order. In the others the order
-    is reversed, so that the draft's word is rarely among the target's first words."""
+    """Return an author's ranking of the n options of a choice in a context, fixed by their names.
+    In a share `agree` of the contexts the draft's author has the target's ranking. In the others
+    its halves are swapped and shuffled, so that the draft's first words are rarely the target's."""
     order = random.Random(f"target|{choice}|{context}").sample(range(n), n)
     rng = random.Random(f"draft|{choice}|{context}")
     if author == "draft" and rng.random() >= agree:
@@ -60,8 +60,8 @@ def _ranking(
 
 
 class _Author:
-    """Draws wordings: each option about a third as often as the one that the author likes better,
-    none never."""
+    """An author, who draws each wording about a third as often as the next better ranked one, and
+    every wording sometimes."""
 
     def __init__(self, name: str, rng: random.Random):
         self.name = name
@@ -77,7 +77,7 @@ class _Author:
         return options[_ranking(self.name, choice, context, n, agree)[rank]]
 
     def step(self, op: Operation, place: str, number: int) -> str:
-        """Write one operation, at a `place` among the steps: first, middle or last."""
+        """Write one operation; its `place` among the steps is first, middle or last."""
         opener = self.pick("opener", f"{place}|{op.op}", OPENERS[place]).replace(
             "#", str(number)
         )
@@ -124,7 +124,7 @@ class _Author:
         return f"{do} {p} {link} {q} to {self.pick('get', op.unit, GET)}"
 
     def remark(self, op: Operation, place: str, problem: Problem) -> str:
-        """Write a remark that decides nothing, or nothing."""
+        """Write a remark that does not affect the answer, or an empty text."""
         kind = self.pick("remark", f"{op.op}|{op.unit}|{place}", REMARKS)
         if kind == "none":
             return ""
@@ -148,7 +148,7 @@ class _Author:
 
 
 def solution(problem: Problem, author: str, rng: random.Random) -> str:
-    """Return a right solution of `problem` in the wording that `author` ("target" or "draft")
+    """Return a correct solution of `problem` in the wording that `author` ("target" or "draft")
     prefers."""
     pen = _Author(author, rng)
     steps: list[Operation] = []
@@ -167,8 +167,8 @@ def solution(problem: Problem, author: str, rng: random.Random) -> str:
 
 
 class WordMath(Task):
-    """Arithmetic word problems of the built-in pair. The splits "train" and "test" hold 20,000
-    problems each; the models were trained on none of them."""
+    """Arithmetic word problems for the built-in pair. The splits "train" and "test" hold 20,000
+    problems each, on none of which the models were trained."""
 
     name = "wordmath"
     version = 2

@@ -1,4 +1,4 @@
-"""The problems of the built-in task: stories whose questions are answered in a few steps."""
+"""Problems of the built-in task: stories whose questions are answered in a few steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Operation:
     subject: str
     verbs: tuple[str, ...]
     sum: tuple[int, str, int]
-    """x, op and y"""
+    """Operands and operator: x, op and y."""
     unit: str
     clauses: tuple[str, ...] = ()
 
@@ -59,8 +59,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and the groups of steps that answer it; the steps of a group may come in any
-    order, and the last one decides."""
+    """A question and the groups of steps that answer it. The steps of a group may come in any
+    order; the last step of all gives the answer."""
 
     text: str
     groups: tuple[tuple[Operation, ...], ...]
@@ -74,7 +74,7 @@ class Problem:
 
 @dataclass
 class Story:
-    """A problem while it is being made up."""
+    """A problem under construction."""
 
     person: str
     facts: list[str]
@@ -83,7 +83,7 @@ class Story:
     question: str = ""
 
     def ask(self, question: str, step: Operation) -> None:
-        """Put the question that a last step answers."""
+        """Set the question, and the last step, which answers it."""
         self.question = question
         self.groups.append((step,))
 
@@ -97,8 +97,8 @@ class Story:
 
 
 def _compare(rng: random.Random) -> Problem:
-    """Return amounts given relative to one another, perhaps a gift, then a total or a
-    difference."""
+    """Return a problem of amounts given relative to one another, perhaps with a gift, that asks for
+    a total or a difference."""
     a, b = rng.sample(NAMES, 2)
     unit = rng.choice(GOODS)
     n = rng.randint(6, 60)
@@ -119,7 +119,8 @@ def _compare(rng: random.Random) -> Problem:
 def _related(
     rng: random.Random, n: int, unit: str, people: tuple[str, str]
 ) -> tuple[Operation, str]:
-    """Return the second of two people's number, relative to the first one's n, and its wording."""
+    """Return the step that gives the second person's amount, relative to the first person's n, and
+    the sentence that states it."""
     a, b = people
     kind = rng.choice(("more", "fewer", "times") if n > 6 else ("more", "times"))
     if kind == "times":
@@ -138,7 +139,7 @@ def _related(
 
 
 def _than(other: str, k: int, kind: str) -> tuple[str, ...]:
-    """Return clauses that state that something is k more, or fewer, than the other's."""
+    """Return clauses that state an amount as k more, or fewer, than another person's."""
     return (
         f"with {k} {kind} than {other},",
         f"at {k} {'above' if kind == 'more' else 'below'} {other},",
@@ -146,7 +147,7 @@ def _than(other: str, k: int, kind: str) -> tuple[str, ...]:
 
 
 def give(rng: random.Random, story: Story, have: dict[str, int], unit: str) -> None:
-    """Let one of two people give the other some of their things."""
+    """Let one of two people give some things to the other."""
     giver, taker = rng.sample(tuple(have), 2)
     k = rng.randint(2, min(30, have[giver] - 1))
     if rng.random() < 0.5:
@@ -164,7 +165,7 @@ def give(rng: random.Random, story: Story, have: dict[str, int], unit: str) -> N
 
 
 def ask_who_has_more(story: Story, have: dict[str, int], unit: str) -> None:
-    """Ask how much the richer of two people has above the other."""
+    """Ask how much more the richer of two people has."""
     low, high = sorted(have, key=have.__getitem__)
     step = Operation(
         high, HAS, (have[high], "-", have[low]), unit, (f"compared with {low},",)
@@ -173,8 +174,8 @@ def ask_who_has_more(story: Story, have: dict[str, int], unit: str) -> None:
 
 
 def _shop(rng: random.Random) -> Problem:
-    """Return two purchases, their costs in either order, then the sum, the change or the
-    difference."""
+    """Return a problem of two purchases, with their costs in either order, that asks for the sum,
+    the change or the difference."""
     a = rng.choice(NAMES)
     left, right = rng.sample(GOODS[:3] + GOODS[4:] + WARES, 2)
     n, p, m, q = (rng.randint(2, 12) for _ in range(4))
@@ -201,7 +202,7 @@ def _shop(rng: random.Random) -> Problem:
 
 
 def _pay(rng: random.Random, story: Story, buyer: str, cost: int) -> None:
-    """Give the buyer a purse that the cost leaves something of, and ask for the rest."""
+    """Give the buyer more coins than the cost, and ask for the rest."""
     purse = cost + rng.randint(3, 90)
     story.facts.insert(0, f"{buyer} has {purse} coins.")
     story.recaps.append(f"at the start {buyer} had {purse} coins.")
@@ -222,8 +223,8 @@ def _ask_difference(
     question: str,
     clause: str = "compared with {low},",
 ) -> None:
-    """Ask how much the larger of two results is above the other; `question` and `clause` name the
-    steps' subjects as {high} and {low}."""
+    """Ask for the difference of two results; `question` and `clause` name the steps' subjects as
+    {high} and {low}."""
     low, high = sorted(steps, key=lambda step: step.result)
     names = {"high": high.subject, "low": low.subject}
     sum_ = (high.result, "-", low.result)
@@ -232,7 +233,7 @@ def _ask_difference(
 
 
 def _share(rng: random.Random) -> Problem:
-    """Return two gifts by fraction, the second one of the rest or of the whole."""
+    """Return a problem of two gifts given as fractions, the second of the rest or of the whole."""
     a, b, c = rng.sample(NAMES, 3)
     unit = rng.choice(GOODS)
     n, first, second, of_rest = _fractions(rng)
@@ -276,8 +277,8 @@ def _of_what(part: int, of_rest: bool) -> tuple[str, ...]:
 
 
 def _fractions(rng: random.Random) -> tuple[int, int, int, bool]:
-    """Return a number, two divisors and whether the second one is of the rest, such that all come
-    out even and something is left."""
+    """Return a number, two divisors and True if the second gift is of the rest. All divisions are
+    exact, and something is left."""
     while True:
         n = rng.randint(12, 120)
         first = rng.choice((2, 3, 4))
@@ -293,7 +294,7 @@ def _fractions(rng: random.Random) -> tuple[int, int, int, bool]:
 
 
 def _work(rng: random.Random) -> Problem:
-    """Return two workers, the second one's rate given relative to the first one's."""
+    """Return a problem of two workers, with the second rate given relative to the first."""
     a, b = rng.sample(NAMES, 2)
     unit = rng.choice(WARES)
     rate = rng.randint(4, 20)
@@ -333,7 +334,7 @@ FAMILIES: tuple[Callable[[random.Random], Problem], ...] = (
     _share,
     _work,
 )
-"""The kinds of story, each as likely as the others."""
+"""Kinds of story, all equally likely."""
 
 
 def problem(
@@ -341,8 +342,8 @@ def problem(
     index: int,
     families: Sequence[Callable[[random.Random], Problem]] = FAMILIES,
 ) -> Problem:
-    """Return the `index`-th problem of a split, of one of `families`; its seed is the split's name,
-    so splits never share one."""
+    """Return the `index`-th problem of a split, from one of `families`. The seed is the split's
+    name with the index, so each split is drawn on its own."""
     rng = random.Random(f"wordmath/{split}/{index}")
     return rng.choice(families)(rng)
 

@@ -1,4 +1,4 @@
-"""How often the target says what a drafter does, by rank and depth, measured on a run's prompts."""
+"""Acceptance rates of a drafter's tokens by depth and rank, measured on a run's prompts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from lenience.training.features import check_models, mined_samples
 
 DEPTH = 12
 RANKS = 5
-"""Largest measured depth and rank."""
+"""Largest depth and largest rank to measure."""
 PROMPTS = 200
 TOGETHER = 8
-"""On how many prompts at most, and how many of them together."""
+"""Maximum number of prompts, and number of prompts per batch."""
 
 
 @dataclass(frozen=True)
 class TreeSampling:
-    """How a tree's tokens are drawn where they are not the most probable ones, and how answers
-    are."""
+    """Settings for trees whose tokens are drawn instead of the most probable: how they are drawn,
+    and the temperature of the answers."""
 
     draw: Draws
     temperature: float = 1.0
@@ -47,8 +47,8 @@ def fit_tree(
     drawn: TreeSampling | None = None,
     progress: Progress = silent,
 ) -> Acceptance:
-    """Measure on a run's prompts the acceptance rates that trees are planned by, and save them in
-    RUN/tree.json. Raises InputError if the run has other models, or the drafter proposes no
+    """Measure the acceptance rates from which trees are planned, on a run's prompts, and save them
+    in RUN/tree.json. Raises InputError if the run has other models, or if the drafter proposes no
     trees."""
     check_models(pair, run)
     prompts = [sample.prompt_ids for sample in mined_samples(run)]
@@ -64,9 +64,10 @@ def measure_acceptance(
     drawn: TreeSampling | None = None,
     progress: Progress = silent,
 ) -> Acceptance:
-    """Answer prompts strictly, with trees that have several tokens at each depth, all of them after
-    the first, and count which of them the target keeps: of the most probable ones when greedy, or
-    of those that were drawn."""
+    """Answer prompts with a strict rule and trees that have several siblings at each depth, all
+    below the first sibling, and count which siblings the target keeps. The siblings are the most
+    probable tokens when greedy, and drawn with `drawn`. Raises InputError if the drafter proposes
+    no trees or the target keeps none of its tokens."""
     counts = _Counts()
     if not drafter.grows_trees:
         raise InputError(f"--with {drafter}: proposes no trees; name another drafter")
@@ -95,7 +96,7 @@ def measure_acceptance(
 
 @dataclass
 class _Counts:
-    """The target's tokens at the positions of trees."""
+    """Counts of the tokens that the target kept in trees, by depth and rank."""
 
     said: NDArray[np.int64] = field(
         default_factory=lambda: np.zeros((DEPTH, RANKS), np.int64)

@@ -1,4 +1,4 @@
-"""Judge Decoding's data (Bachmann 2025): answers with marked errors."""
+"""Training data of Judge Decoding (Bachmann 2025): answers with annotated errors."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ ROW_KEYS = ("question", "correct", "wrong", "error")
 
 @dataclass
 class Annotated:
-    """One row: `error` [begin, end) counts the characters of `wrong`; answers are as they follow
-    the question's text."""
+    """An annotated row. `error` [begin, end) are character offsets in `wrong`. Both answers
+    directly continue the question's text."""
 
     question: Any
     correct: str
     wrong: str
     error: tuple[int, int]
     line: str
-    """The file and the line that it stands on."""
+    """File and line number of the row."""
 
 
 @dataclass
 class MarkedAnswer:
-    """An answer's tokens, and which of them are erroneous."""
+    """Tokens of an answer, and which of them are erroneous."""
 
     ids: list[int]
     wrong: list[bool]
 
 
 def read_annotated(path: Path) -> list[Annotated]:
-    """Read the rows of a JSONL file, each with question (text or chat messages), correct, wrong and
-    error. Raises InputError that names the line."""
+    """Read a JSONL file whose rows have question (text or chat messages), correct, wrong and error.
+    Raises InputError that names the line."""
     rows = []
     for number, text in read_lines(path, "annotated answers"):
         line = f"{path}, line {number}"
@@ -76,8 +76,9 @@ def read_annotated(path: Path) -> list[Annotated]:
 
 
 def marked_answers(lm: LM, row: Annotated) -> tuple[list[int], list[MarkedAnswer]]:
-    """Return the prompt's tokens, and the correct and the wrong answer; text after the error is
-    left out."""
+    """Return the prompt's tokens, and the correct and the wrong answer, cut after the error. Raises
+    InputError if the tokenizer has no character offsets, a row is too long for the context, or the
+    error covers no token."""
     if not lm.tokenizer.is_fast:
         raise InputError(
             f"target {lm.name!r}: its tokenizer does not map tokens to characters; use "
@@ -100,7 +101,7 @@ def marked_answers(lm: LM, row: Annotated) -> tuple[list[int], list[MarkedAnswer
 
 
 def _marked(lm: LM, text: str, error: tuple[int, int]) -> MarkedAnswer:
-    """Return the tokens of an answer up to its error's end."""
+    """Return the tokens of an answer up to the end of its error."""
     begin, end = error
     tokens = lm.tokenize(text, add_special_tokens=False, return_offsets_mapping=True)
     answer = MarkedAnswer([], [])
@@ -114,7 +115,7 @@ def _marked(lm: LM, text: str, error: tuple[int, int]) -> MarkedAnswer:
 def annotated_states(
     lm: LM, rows: list[Annotated], inputs: Inputs
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each row, the target's states [m, H] after each token of its answers, and which
+    """Yield, for each row, the target's states [m, H] after each token of both answers, and which
     tokens are erroneous [m]."""
     for row in rows:
         prompt, answers = marked_answers(lm, row)
@@ -131,7 +132,7 @@ def annotated_states(
 def annotated_examples(
     lm: LM, rows: list[Annotated], inputs: Inputs, progress: Progress = silent
 ) -> Examples:
-    """Return the states of all rows; a row is a sample."""
+    """Return the labelled states of all rows; each row counts as a sample."""
     states = list[Tensor]()
     wrong = list[Tensor]()
     samples = list[Tensor]()

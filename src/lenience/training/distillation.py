@@ -1,4 +1,4 @@
-"""Aligning a draft model with its target (DistillSpec, Zhou 2023)."""
+"""Alignment of a draft model with its target (DistillSpec, Zhou 2023)."""
 
 from __future__ import annotations
 
@@ -25,37 +25,38 @@ from lenience.training.trainer import Answer, batches, by_length
 
 Distill = Literal["forward-kl", "reverse-kl", "on-policy"]
 """Divergence to minimise: KL(target ‖ draft) or KL(draft ‖ target) along the target's own answers,
-or the first along answers that the draft samples anew in each epoch."""
+or KL(target ‖ draft) along answers that the draft samples anew in each epoch."""
 BATCH = 8
 ROWS = 32
-"""Number of answers per training batch, and per sampling batch."""
+"""Number of answers per training batch, and number of answers per sampling batch."""
 LEARNING_RATE = 3e-4
 WIDTH = 320
-"""The first epoch's rate of a draft of this width; a wider one has less in proportion."""
+"""Hidden size up to which a draft's first learning rate is LEARNING_RATE; for wider drafts it falls
+in inverse proportion."""
 KEPT_SHARE = 0.25
-"""Share of the free memory that the target's logits may take."""
+"""Share of the free memory that the target's logits may use."""
 CHOICE_ANSWERS = 16
-"""Number of answers on which the layers of a cut draft are chosen."""
+"""Number of answers used to choose the layers of a cut draft."""
 WINDOW = 8
-"""Window of the measured tokens per pass."""
+"""Draft window for which tokens per pass are measured."""
 
 
 @dataclass(frozen=True)
 class DistilledDraft:
-    """A draft model after it has learned."""
+    """A draft model after distillation."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     fingerprints: Mapping[str, str]
-    """Fingerprints of the target and the tokenizer that it was aligned with."""
+    """Fingerprints of the target and the tokenizer that the draft was aligned with."""
     metrics: Mapping[str, Any]
     prompts: tuple[str, ...] | None = None
-    """The digests of those that it learned from."""
+    """Digests of the prompts in the training data."""
     others: Tensor | None = None
-    """[V, H]: the target's LM head, of which a draft with a draft vocabulary has the other rows."""
+    """[V, H]: the target's LM head, which provides the rows missing from a draft vocabulary."""
 
     def save(self, folder: Path) -> None:
-        """Save the model as `transformers` does, with the record of its training in
+        """Save the model in the format of `transformers`, with the record of its training in
         distilled.json."""
         save_model(self.model, self.tokenizer, folder, self.others)
         about = {"fingerprints": self.fingerprints, "metrics": self.metrics}
@@ -63,9 +64,9 @@ class DistilledDraft:
 
 
 def cut_draft(target: LM, layers: Sequence[int], tokens: Tensor | None = None) -> LM:
-    """Return a draft model made of some of the target's layers, counted from 0, with its embedding
-    and its LM head, on the same weights; of the head only the rows of a draft vocabulary `tokens`
-    [N]. Raises InputError for layers that the target lacks."""
+    """Return a draft model made of some of the target's layers, counted from 0, with the target's
+    embedding and LM head, sharing the weights. With a draft vocabulary `tokens` [N] the head has
+    only its rows. Raises InputError for layers that the target lacks."""
     depth = target.num_layers
     wrong = [layer for layer in layers if not 0 <= layer < depth]
     if wrong or not layers or len(set(layers)) < len(layers) or len(layers) == depth:
@@ -84,9 +85,9 @@ def cut_draft(target: LM, layers: Sequence[int], tokens: Tensor | None = None) -
 def choose_layers(
     target: LM, answers: Sequence[Answer], count: int, progress: Progress = silent
 ) -> tuple[int, ...]:
-    """Return the layers, counted from 0, out of which an untrained draft of `count` layers is
-    closest to the target: the smallest mean KL(target ‖ draft) on some answers, of the first
-    layers, of layers spread evenly, and of first layers with the last or with the last half."""
+    """Return the `count` layers, counted from 0, that make the best untrained draft: the smallest
+    mean KL(target ‖ draft) on some answers. The candidates are the first layers, layers spread
+    evenly, and the first layers with the last layer or with a last half."""
     depth = target.num_layers
     if not 1 <= count < depth:
         raise InputError(
@@ -116,8 +117,8 @@ def choose_layers(
 
 
 class DistillFit:
-    """A copy of a pair's draft that learns, in float32. The target's logits along its own answers
-    are computed once if memory has room for them, and else in each epoch."""
+    """Distillation of a float32 copy of the pair's draft. The target's logits along its own answers
+    are computed once if they fit into memory, and otherwise in each epoch."""
 
     def __init__(
         self,
@@ -129,8 +130,8 @@ class DistillFit:
         only_rejected: bool,
         seed: int,
     ):
-        """`only_rejected`: learn only where the draft's most probable token is not the target's
-        (Online Speculative Decoding, Liu 2023)."""
+        """Take `only_rejected`: True to learn only where the draft's most probable token is not the
+        target's (Online Speculative Decoding, Liu 2023)."""
         draft = pair.require_draft("--drafter model")
         self.target = pair.target
         self.seed = seed
@@ -145,7 +146,7 @@ class DistillFit:
         self.weights = dict(model.named_parameters())
         self.rate = LEARNING_RATE * min(1.0, WIDTH / draft.hidden_size)
         self.tokens = vocabulary_of(model)
-        """Draft vocabulary [N]; None for the whole one."""
+        """Draft vocabulary [N]; None for the whole vocabulary."""
         self._kept: dict[int, Tensor] | None = {} if self._have_room() else None
         """Target's logits of the learned tokens in half precision, by batch."""
         self.before = self._measured()
@@ -166,7 +167,7 @@ class DistillFit:
         return self._measured()["tokens_per_pass"]
 
     def result(self) -> tuple[DistilledDraft, dict[str, object]]:
-        """Return the draft in its original precision, and its metrics."""
+        """Return the trained draft in its original precision, and its metrics."""
         self.student.model.to(self.dtype)
         found = self._measured()
         made = DistilledDraft(
@@ -180,7 +181,8 @@ class DistillFit:
         return made, {**how, **found, "before": self.before}
 
     def _sampled(self, epoch: int) -> list[Answer]:
-        """Return the draft's own answers to the same prompts, as long as the target's at most."""
+        """Return new answers that the draft samples for the same prompts, none longer than the
+        longest of the target's answers."""
         prompts = [prompt for prompt, _ in self.answers]
         outs = self.pair.generate_batch(
             prompts,
@@ -193,7 +195,7 @@ class DistillFit:
         return by_length([(prompt, out.tokens) for prompt, out in zip(prompts, outs)])
 
     def _have_room(self) -> bool:
-        """Return whether memory has room for the target's logits along all answers."""
+        """Return True if memory has room for the target's logits along all answers."""
         if self.how == "on-policy":  # the draft's answers are new in each epoch
             return False
         width = self.target.vocab_size if self.tokens is None else len(self.tokens)
@@ -202,8 +204,8 @@ class DistillFit:
         return free is not None and 2 * width * positions <= KEPT_SHARE * free
 
     def _learned(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
-        """Return logits [n, N] of the target and of the draft along some answers, of the tokens
-        that the draft can predict."""
+        """Return the logits [n, N] of the target and of the draft along some answers, for the N
+        tokens that the draft can predict."""
         asked = _Asked.of(batch)
         width = min(self.target.vocab_size, self.student.vocab_size)
         learned = torch.arange(width) if self.tokens is None else self.tokens
@@ -218,9 +220,9 @@ class DistillFit:
 
     @torch.no_grad()
     def _measured(self) -> dict[str, float]:
-        """Return three figures on the target's held-out answers: the share of tokens that
+        """Return three metrics on the target's held-out answers: the share of tokens that
         speculative sampling accepts at temperature 1, the share that greedy decoding accepts, and
-        the tokens per pass of greedy decoding at `WINDOW`, the target's own included, over all
+        the tokens per pass of greedy decoding with a window of WINDOW, averaged over all
         positions."""
         accepted = 0.0
         right = 0.0
@@ -245,8 +247,8 @@ class DistillFit:
 def _read_along(
     target: LM, student: LM, batch: Sequence[Answer]
 ) -> tuple[Tensor, Tensor]:
-    """Return logits [n, V] of the target and of the draft at each position of some answers, of the
-    tokens that both models have."""
+    """Return the logits [n, V] of the target and of the draft at each position of some answers, for
+    the tokens that both models have."""
     asked = _Asked.of(batch)
     width = min(target.vocab_size, student.vocab_size)
     with torch.no_grad():
@@ -256,10 +258,10 @@ def _read_along(
 
 @dataclass(frozen=True)
 class _Asked:
-    """Answers as a padded batch."""
+    """Prompts with their answers as a padded batch."""
 
     ids: Tensor
-    """[B, T]: tokens of prompts with their answers, padded behind."""
+    """[B, T]: tokens of prompts and answers, padded at the end."""
     positions: Tensor
     """[B, T - 1] bool: positions whose next token belongs to an answer."""
 
@@ -275,15 +277,15 @@ class _Asked:
 
 
 def _logits(lm: LM, asked: _Asked) -> Tensor:
-    """Return logits [n, V] in float32 at the positions asked for. Texts in front of padding do not
-    see it."""
+    """Return the logits [n, V] in float32 at the batch's marked positions. The padding comes last,
+    so causal attention never sees it."""
     ids = asked.ids.to(lm.device)
     logits = lm.model(input_ids=ids, use_cache=False).logits[:, :-1]
     return logits[asked.positions.to(lm.device)].float()
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return [n]: KL(p ‖ q) of logits [n, V], over the tokens that both can predict."""
+    """Return KL(p ‖ q) [n] of logits [n, V], over the tokens that both can predict."""
     p = p.log_softmax(-1)
     q = q.log_softmax(-1)
     both = (p > -torch.inf) & (q > -torch.inf)

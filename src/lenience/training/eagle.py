@@ -1,4 +1,4 @@
-"""Fitting EAGLE-3's model to a target's own answers (Li 2025, section 3)."""
+"""Training of EAGLE-3's draft model on the target's own answers (Li 2025, section 3)."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from lenience.training.trainer import Answer, batches, by_length, mean_cross_ent
 BATCH = 8
 STEPS = 5
 FURTHER_WEIGHT = 0.8
-"""Number of answers per batch; number of successive drafted tokens in training, as drafting
+"""Number of answers per batch; number of successive drafted tokens in training, where drafting
 continues from the model's own states; and factor of each further token's loss."""
 LEARNING_RATE = 1e-3
 WIDTH = 320
-"""The first epoch's rate of a model of this width; a wider one has less in proportion."""
+"""Hidden size up to which the first learning rate is LEARNING_RATE; for wider models it falls in
+inverse proportion."""
 INITIAL = 0.02
-"""The standard deviation of the first weights."""
+"""Standard deviation of the initial weights."""
 VOCABULARY_TENSORS = ("d2t", "t2d")
 """Tensors that list a draft vocabulary, as EAGLE-3 publishes it."""
 OUTSIDE = -1
-"""Stands for a token outside the draft vocabulary, which is never drafted."""
+"""Label of a token outside the draft vocabulary, which is never drafted."""
 NOT_ASKED = -100
-"""Stands for a token that is not learned: the prompt's, and what is past an answer's end."""
+"""Label of a position without a loss: in the prompt, or beyond the end of the answer."""
 
 
 class EagleFit:
-    """A model of one layer that learns to draft the target's answers. The target's features are
-    computed in each epoch, as all of them would take much memory."""
+    """Training of a model with one layer on the target's answers. The target's features are
+    computed anew in each epoch, since keeping all of them would use too much memory."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class EagleFit:
         seed: int,
         tokens: Tensor | None = None,
     ):
-        """`tokens` [N] is a draft vocabulary."""
+        """Take `tokens` [N], a draft vocabulary; None for the whole vocabulary."""
         self.target = target
         self.held_out = held_out
         self.seed = seed
@@ -62,7 +63,7 @@ class EagleFit:
             if name not in VOCABULARY_TENSORS
         }
         self.ranks: Tensor | None = None
-        """[V]: the row of the LM head of each of the target's tokens."""
+        """[V]: row of the LM head for each of the target's tokens."""
         if tokens is not None:
             size = target.output_matrix.shape[0]
             self.ranks = ranks(tokens, size, OUTSIDE).to(target.device)
@@ -99,8 +100,8 @@ class EagleFit:
 
     @torch.no_grad()
     def _measured(self) -> tuple[float, list[float]]:
-        """Return how many tokens a pass keeps by the strict rule, the target's own included, and
-        which share of the first, the second … drafted token is right."""
+        """Return the tokens per pass under the strict rule, the target's own token included, and
+        the share of correct tokens at each draft depth."""
         kept = 0.0
         right_at = torch.zeros(STEPS)
         places = torch.zeros(STEPS)
@@ -113,16 +114,15 @@ class EagleFit:
                 right = (logits.argmax(-1) == wanted)[:, k:] & asked
                 right_at[k] += right.sum().cpu()
                 places[k] += asked.sum().cpu()
-                # what is drafted k places behind goes on with what is right so far
+                # a chain of k + 1 tokens is right if its first k tokens are right too
                 chain = right if k == 0 else chain[:, : right.shape[1]] & right
                 kept += float(chain.sum())
         return 1 + kept / float(places[0]), (right_at / places).tolist()
 
     def _steps(self, batch: Sequence[Answer]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for each token drafted after a text, logits [B, T, V] and the tokens to predict
-        [B, T], both for the texts that end with each token. As in decoding, the first token is
-        drafted with the target's features, and the others with the states that the model made of
-        earlier ones (training-time test)."""
+        """Yield, for each draft depth, the logits [B, T, V] and the tokens to predict [B, T] after
+        every prefix of the texts. As in decoding, the first token is drafted from the target's
+        features, and later tokens from the model's own earlier states (training-time test)."""
         tokens, features, wanted = self._read(batch)
         t = tokens.shape[1]
         places = torch.arange(t, device=tokens.device)
@@ -144,15 +144,15 @@ class EagleFit:
             inputs = torch.nn.functional.pad(state, (0, 0, 1, 0))[:, :-1]
 
     def _logits(self, state: Tensor) -> Tensor:
-        """Return logits [..., V] or, with a draft vocabulary, those of its rows [..., N]."""
+        """Return the logits [..., V], or [..., N] of the rows of a draft vocabulary."""
         if self.ranks is None:
             return self.model.logits(state)
         norm = self.model.norm
         return cast(Tensor, self.model.lm_head(norm(state) if norm else state))
 
     def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens [B, T], the target's features [B, T, F] of the token before each, and the
-        row of the LM head of the token after each [B, T]."""
+        """Return the tokens [B, T], the target's features [B, T, F] at the token before each, and
+        the LM head's row [B, T] of the token after each."""
         sequences = [prompt + answer for prompt, answer in batch]
         longest = max(map(len, sequences))
         session = Session(self.target, len(batch), longest, states=self.states)
@@ -176,8 +176,8 @@ class EagleFit:
 
 
 def first_weights(target: LM, seed: int, tokens: Tensor | None = None) -> EagleWeights:
-    """Return random weights for a model of one layer as wide as the target, but for the LM head,
-    which is at first the target's, or its rows of a draft vocabulary `tokens` [N]."""
+    """Return random weights for a model with one layer, as wide as the target. Only the LM head is
+    copied from the target, or its rows of a draft vocabulary `tokens` [N]."""
     generator = torch.Generator().manual_seed(seed)
     said = target.model.config.get_text_config()
     size = target.hidden_size
@@ -219,8 +219,8 @@ def first_weights(target: LM, seed: int, tokens: Tensor | None = None) -> EagleW
 
 def _first_lm_head(target: LM, tokens: Tensor | None) -> dict[str, Tensor]:
     """Return the target's LM head, or its rows of a draft vocabulary `tokens` [N] with the tensors
-    that list it: d2t [N], the offset from a row's number to its token, and t2d [V], True for tokens
-    with a row (EAGLE-3's layout)."""
+    that list the vocabulary in EAGLE-3's layout: d2t [N], the offset from a row's index to its
+    token, and t2d [V], True for tokens with a row."""
     matrix = target.output_matrix.detach().float().cpu()
     if tokens is None:
         return {"lm_head.weight": matrix.clone()}

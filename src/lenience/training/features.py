@@ -1,4 +1,4 @@
-"""Hidden states of mined mismatches, and what else heads are fitted to."""
+"""Hidden states of mined mismatches and other training data of heads."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from lenience.training.window_values import as_in_windows, values_drafted_on
 COPIES = 4
 """Number of copies of the inputs that training in memory makes."""
 SHARD = 100
-"""Journal records in a shard of features."""
+"""Number of journal records per shard of features."""
 STOP_SAMPLES = 200
-"""Number of samples decoded to see a rule's rejections: some ten thousand tokens, enough for one
-state's weights."""
+"""Number of samples decoded to observe a rule's rejections: some ten thousand tokens, enough to
+train a head on a single state."""
 
 
 def compute_features(
@@ -54,8 +54,8 @@ def compute_features(
     progress: Progress = silent,
     of: Rule | None = None,
 ) -> None:
-    """Compute into RUN/features the hidden states of a run's labelled mismatches, or the training
-    rows of a head of another `role`; shards of unchanged records are kept. `of` is the rule whose
+    """Compute the hidden states of a run's labelled mismatches into RUN/features, or the training
+    rows of a head with another `role`. Shards of unchanged records are kept. `of` is the rule whose
     rejections a stop learns. Raises InputError if the run has other models."""
     check_models(pair, folder)
     records = journal_records(folder)[: None if of is None else STOP_SAMPLES]
@@ -82,7 +82,7 @@ def compute_features(
                 save_file(tensors, new, metadata={"records": made_of})
         progress("hidden states", begin + len(part), len(records))
     for path in sorted(shards.glob("*.safetensors"))[-(-len(records) // SHARD) :]:
-        path.unlink()  # of a longer journal
+        path.unlink()  # left over from a longer journal
 
 
 def _labelled(
@@ -108,7 +108,8 @@ def _labelled(
 
 
 def mined_samples(folder: Path) -> list[MinedSample]:
-    """Return the samples of a run's journal. Raises InputError where one cannot be read, too."""
+    """Return the samples of a run's journal. Raises InputError as `journal_records` does, and for a
+    sample that cannot be read."""
     journal = folder / "journal.jsonl"
     return [
         MinedSample.read(record, f"{journal}, line {line}")
@@ -117,8 +118,8 @@ def mined_samples(folder: Path) -> list[MinedSample]:
 
 
 def journal_records(folder: Path) -> list[dict[str, Any]]:
-    """Return a run's journal. Raises InputError where it is empty, or a sample stands in it
-    twice."""
+    """Return the records of a run's journal. Raises InputError if the journal is empty or contains
+    a sample twice."""
     records = Journal(folder / "journal.jsonl").resume()
     if not records:
         mend = f"mine samples first (lenience mine --out {folder})"
@@ -133,7 +134,7 @@ def journal_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_models(pair: Pair, folder: Path) -> None:
-    """Raise InputError where a run was mined with other models."""
+    """Raise InputError if a run was mined with other models."""
     run = read_run(folder)
     for role, model in run.models.items():
         lm = pair.models.get(role)
@@ -145,7 +146,7 @@ def check_models(pair: Pair, folder: Path) -> None:
 
 
 def sampling_of(folder: Path) -> Decoder:
-    """Return how a run's answers were drawn: the sampling options of its settings."""
+    """Return a decoder with the sampling options of a run's answers."""
     run = read_run(folder)
     return Decoder.of(
         temperature=run.temperature,
@@ -160,7 +161,7 @@ def _shards(folder: Path, inputs: Inputs, role: Role, of: Rule | None) -> Path:
     stop = f"stop-{after}-drawn" if sampling_of(folder).temperature else f"stop-{after}"
     names = {"judge": str(inputs), "stop": stop, "gate": f"gate-{after}-whole-prompts"}
     name = names[role]
-    if of is not None:  # another head at the same path is another rule
+    if of is not None:  # another head at the same path makes another rule
         heads = [head.head.fingerprint for head in of.heads]
         name += f"-{digest([str(Decoder.of(rule=of).without_paths().rule), heads])}"
     return folder / "features" / name
@@ -174,9 +175,9 @@ def load_features(
     of: Rule | None = None,
     in_files: bool = False,
 ) -> Examples:
-    """Return all computed rows, in the journal's order. `in_files` leaves states in their files,
-    except those of a judge that looks ahead. A gate must reject a token to which the draft gives
-    more than `tau` times the target's probability."""
+    """Return all computed rows, in the journal's order. With `in_files` the states stay in their
+    files, except for a judge that looks ahead. A gate learns to reject a token whose probability
+    under the draft is more than `tau` times that under the target."""
     paths = sorted(_shards(folder, inputs, role, of).glob("*.safetensors"))
     label = _column(paths, LABELS[role])
     sample = _column(paths, "sample")
@@ -192,7 +193,7 @@ def load_features(
 def fit_in_memory(
     runs: Sequence[Path], inputs: Inputs, role: Role, of: Rule | None
 ) -> bool:
-    """Return whether a fit to all that has been computed of some runs has room in memory."""
+    """Return True if memory has room to train on all features computed for some runs."""
     size = 0
     for run in runs:
         rows = StreamedRows.of(
@@ -223,8 +224,8 @@ def _digest_of(path: Path) -> str | None:
 def _judge_inputs(
     pair: Pair, samples: Sequence[MinedSample], inputs: Inputs
 ) -> list[Labelled]:
-    """Return, for each sample, the inputs of its labelled mismatches [m, F], with those of a judge
-    that looks ahead, and whether each mismatch is important [m]."""
+    """Return, for each sample, the inputs [m, F] of its labelled mismatches, including look-ahead
+    values if the judge looks ahead, and whether each mismatch is important [m]."""
     labelled = [_mismatch_states(pair, sample, inputs) for sample in samples]
     if inputs.ahead is None:
         return labelled
@@ -241,8 +242,8 @@ def _known(sample: MinedSample) -> list[Mismatch]:
 
 
 def _mismatch_states(pair: Pair, sample: MinedSample, inputs: Inputs) -> Labelled:
-    """Return one sample's labelled mismatches: their states [m, H] and whether each is important
-    [m]."""
+    """Return the states [m, H] of a sample's labelled mismatches, and whether each mismatch is
+    important [m]."""
     labelled = _known(sample)
     by_token = {}
     for model in inputs.models:
@@ -270,12 +271,12 @@ def _states_by_token(
     inputs: Inputs,
     model: str,
 ) -> dict[str, Tensor]:
-    """Return a model's states [m, H] at a sample's labelled mismatches, by the token after which
-    they are read.
+    """Return a model's states [m, H] at a sample's labelled mismatches, keyed by the token after
+    which each state is taken.
 
-    The text before a mismatch was final when the mismatch was tried. So one pass over the final
-    response has every state except those after tokens that the response did not keep. Each of these
-    takes one more token, from right to left, so that each is a roll-back.
+    The text before a mismatch was already final when the mismatch was tried. So one pass over the
+    final response gives every state, except those after tokens that the response did not keep. Each
+    of these needs one more token; going from right to left, each is a roll-back.
     """
     whole = sample.prompt_ids + sample.final_ids
     start = len(sample.prompt_ids)
@@ -304,7 +305,7 @@ SOURCES: dict[Role, Callable[[Pair, Sequence[MinedSample], Inputs], list[Labelle
     "judge": _judge_inputs,
     "gate": gate_states,
 }
-"""Functions that return a head's states and labels by role; `stop_states` also takes a run's
-sampling."""
+"""Function that returns a head's states and labels, by role; stops use `stop_states`, which also
+takes the run's sampling options."""
 LABELS: dict[Role, str] = {"judge": "important", "stop": "important", "gate": "ratio"}
-"""Names of the labels in the shards."""
+"""Name of the label column in the shards, by role."""

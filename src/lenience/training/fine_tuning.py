@@ -1,4 +1,4 @@
-"""Fine-tune a target together with blockwise heads (Stern 2018, section 6.1)."""
+"""Fine-tuning of a target together with blockwise heads (Stern 2018, section 6.1)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ FURTHER_WEIGHT = 0.8
 """Number of answers per batch, and factor of each further token's loss."""
 LEARNING_RATE = 3e-4
 WIDTH = 320
-"""The first epoch's rate of a target of this width; a wider one has less in proportion."""
+"""Hidden size up to which a target's first learning rate is LEARNING_RATE; for wider targets it
+falls in inverse proportion."""
 NOT_ASKED = -100
-"""Stands for a token that is not learned: the prompt's, and what is past an answer's end."""
+"""Label of a position without a loss: in the prompt, or beyond the end of the answer."""
 
 
 @dataclass(frozen=True)
 class TunedTarget:
-    """A target after it has learned, and its heads."""
+    """A fine-tuned target with its heads."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -38,11 +39,11 @@ class TunedTarget:
     """Fingerprints of the original target and of the tokenizer."""
     metrics: Mapping[str, Any]
     prompts: tuple[str, ...] | None = None
-    """The digests of those that it learned from."""
+    """Digests of the prompts in the training data."""
 
     def save(self, folder: Path) -> None:
-        """Save the target in FOLDER/target, as `transformers` does, and then the heads, which are
-        bound to it."""
+        """Save the target in FOLDER/target, in the format of `transformers`, and then the heads,
+        which are bound to it."""
         save_model(self.target, self.tokenizer, folder / "target")
         own = LM(self.target, self.tokenizer, "fine-tuned target").fingerprint
         known = {**self.fingerprints, "target": own}
@@ -54,8 +55,8 @@ class TunedTarget:
 
 
 class FineTuning:
-    """A copy of a target that learns in float32 to answer as before, and with it heads that predict
-    its further tokens."""
+    """Training of a float32 copy of a target, which learns to answer as before, together with heads
+    that predict its further tokens."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class FineTuning:
         return self._measured()["tokens_per_pass"]
 
     def result(self) -> tuple[TunedTarget, dict[str, Any]]:
-        """Return the tuned target and its heads, and their metrics."""
+        """Return the tuned target with its heads, and their metrics."""
         half = self.heads.to(torch.device("cpu"), torch.float16)
         self.tuned.model.to(self.dtype)
         self.heads = half.to(self.tuned.device, torch.float32)
@@ -96,14 +97,14 @@ class FineTuning:
         return made, dict(self._measured())
 
     def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
-        """Return logits [n, 1 + heads, V] of the target and its heads at each position of some
+        """Return the logits [n, 1 + heads, V] of the target and its heads at each position of some
         answers, and the tokens to predict [n, 1 + heads]."""
         ids, wanted = _padded(batch, 1 + len(self.heads.blocks))
         asked = wanted[..., 0] != NOT_ASKED
         model = self.tuned.model
         device = self.tuned.device
         cache = PassCache(layer_class_to_replicate=DynamicLayer)
-        # texts that stand before padding do not see it
+        # padding comes last, so causal attention never sees it
         model(input_ids=ids.to(device), **cache_argument(model, cache))
         states = cache.take_hidden()[0][asked.to(device)].float()  # [n, H]
         head = cast(torch.nn.Module, model.get_output_embeddings())
@@ -113,8 +114,8 @@ class FineTuning:
 
     @torch.no_grad()
     def _measured(self) -> dict[str, Any]:
-        """Return, on held-out answers of the target as it was, the share of tokens that it still
-        predicts, each head's share, and the tokens per pass."""
+        """Return metrics on held-out answers of the original target: the share of tokens that the
+        tuned target still predicts, the accuracy of each head, and the tokens per pass."""
         right = []
         for i in range(0, len(self.held_out), BATCH):
             logits, wanted = self._read(self.held_out[i : i + BATCH])
@@ -129,8 +130,9 @@ class FineTuning:
 
 
 def _padded(batch: Sequence[Answer], further: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens [B, T] of prompts with their answers, and the `further` tokens of the
-    answer [B, T, further] that follow each; NOT_ASKED in the prompt and past the answer's end."""
+    """Return the tokens [B, T] of prompts with their answers, and the `further` answer tokens that
+    follow each token [B, T, further]. NOT_ASKED marks positions in the prompt and beyond the
+    answer's end."""
     longest = max(len(prompt) + len(answer) for prompt, answer in batch)
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
     wanted = torch.full((len(batch), longest, further), NOT_ASKED)

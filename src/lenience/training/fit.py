@@ -1,4 +1,4 @@
-"""Fitting heads to what a run mined, or to annotated answers."""
+"""Training of heads on a run's mismatches, or on annotated answers."""
 
 from __future__ import annotations
 
@@ -26,32 +26,34 @@ from lenience.training.features import compute_features, fit_in_memory, load_fea
 
 CURVE_SHARES = (0.125, 0.25, 0.5, 1.0)
 CURVE_RECALL = 0.99
-"""Shares of the samples of a learning curve, and the recall at which its judges are compared."""
+"""Shares of the samples in a learning curve, and the recall at which its judges are compared."""
 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Which head is fitted."""
+    """Settings of the head to train."""
 
     inputs: Inputs
     out: Path
-    """The folder that it is saved in."""
+    """Folder in which the head is saved."""
     config: FitConfig = field(default_factory=FitConfig)
     tau: float = 1.0
     """Largest acceptable ratio of draft to target probability for a gate."""
     also: tuple[Path, ...] = ()
-    """Further runs of the same pair that it learns from."""
+    """Further runs of the same pair to train on."""
     soft: bool = False
-    """Learn from the share of resampled continuations that leave the answer as it is."""
+    """True to learn soft labels: the share of resampled continuations that leave the answer
+    unchanged."""
     without: frozenset[str] = frozenset()
-    """The digests of prompts that are left out."""
+    """Digests of the prompts to leave out."""
     of: Rule | None = None
-    """Rule whose rejections a stop learns; None for the strict rule's on the target's own
-    answers."""
+    """Rule whose rejections a stop learns; None for the strict rule's rejections on the target's
+    own answers."""
 
 
 def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) -> Head:
-    """Compute the hidden states that a head is fitted to, fit it and save it."""
+    """Compute the hidden states that a head needs, train the head and save it in `plan.out`. Raises
+    InputError if the runs do not suit the head or hold too few samples."""
     role = plan.config.role
     runs = (run, *plan.also)
     examples = _computed(pair, run, plan, progress)
@@ -74,7 +76,7 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
         if prompt not in plan.without
     ]
     head = replace(head, prompts=tuple(dict.fromkeys(prompts)))
-    if role == "judge":  # stops and gates learn from answers that are decoded anew
+    if role == "judge":  # stops and gates learn from newly decoded answers
         mined = read_run(run)
         head = replace(head, temperature=mined.temperature, drafter=mined.drafter)
     head.save(plan.out)
@@ -85,12 +87,13 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
 def learning_curve(
     pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent
 ) -> list[dict[str, Any]]:
-    """Return a head's metrics by the number of training samples: an eighth, drawn by the plan's
-    seed, a quarter, a half and all.
+    """Return a head's metrics for growing numbers of training samples: an eighth, a quarter, a half
+    and all, drawn by the plan's seed.
 
     Each row has samples, mismatches, important, auc_out_of_fold, auc_interval and accepted, the
-    share of unimportant mismatches accepted at a threshold with recall CURVE_RECALL. Sizes that are
-    too few are left out; raises InputError if all are. Only hidden states are saved.
+    share of unimportant mismatches accepted at a threshold with recall CURVE_RECALL. Sizes with too
+    few samples are left out; raises InputError if even all samples are too few. Only hidden states
+    are saved.
     """
     examples = _computed(pair, run, plan, progress)
     order = np.random.default_rng(plan.config.seed).permutation(
@@ -150,8 +153,8 @@ def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Exam
 
 
 def _check_searched(run: Path, like: Path) -> None:
-    """Raise InputError if a run holds answers alone, or swapped in another drafter's tokens than
-    the run `like`."""
+    """Raise InputError if a run holds only answers, or was mined with another drafter than the run
+    `like`."""
     record = read_run(run)
     if record.answers_only:
         raise InputError(
@@ -174,8 +177,8 @@ def _drafter_name(record: dict[str, Any] | None) -> str:
 
 
 def _check_windows(run: Path) -> None:
-    """Raise InputError if a judge that looks ahead cannot learn from a run, as its windows were not
-    drafted by the draft model."""
+    """Raise InputError if a judge that looks ahead cannot learn from a run because the draft model
+    did not draft its windows."""
     record = read_run(run)
     if record.drafter:
         raise InputError(
@@ -209,8 +212,8 @@ def _prompts(run: Path) -> list[str]:
 def _examples(
     run: Path, plan: HeadPlan, in_files: bool, asked: bool
 ) -> tuple[Examples, list[str]]:
-    """Return a run's training rows, and its prompts by their samples' numbers. Raises InputError
-    for missing soft labels."""
+    """Return a run's training rows, and the digest of each sample's prompt. Raises InputError for
+    missing soft labels."""
     role = plan.config.role
     of = plan.of
     examples = load_features(run, plan.inputs, role, plan.tau, of=of, in_files=in_files)
@@ -226,7 +229,7 @@ def _examples(
 
 
 def _joined(parts: list[tuple[Examples, list[str]]]) -> Examples:
-    """Return the rows of several runs; rows of two runs for one prompt count as one sample's."""
+    """Return the rows of several runs; rows with the same prompt count as the same sample."""
     numbers: dict[str, int] = {}
     samples = []
     for examples, prompts in parts:
@@ -242,7 +245,7 @@ def _joined(parts: list[tuple[Examples, list[str]]]) -> Examples:
 
 
 def _all_rows(parts: Sequence[np.ndarray | StreamedRows]) -> np.ndarray | StreamedRows:
-    """Return states of several runs, all in files or none."""
+    """Return the states of several runs, concatenated in memory or joined in files."""
     if len(parts) == 1:
         return parts[0]
     streamed = [part for part in parts if isinstance(part, StreamedRows)]
@@ -254,7 +257,7 @@ def _all_rows(parts: Sequence[np.ndarray | StreamedRows]) -> np.ndarray | Stream
 def fit_annotated(
     pair: Pair, rows: list[Annotated], plan: HeadPlan, progress: Progress = silent
 ) -> Head:
-    """Fit a judge to answers in which the errors are marked, and save it (Judge Decoding, Bachmann
+    """Train a judge on answers with annotated errors, and save it (Judge Decoding, Bachmann
     2025)."""
     examples = annotated_examples(pair.target, rows, plan.inputs, progress)
     progress("training the judge", 0, 1)

@@ -1,4 +1,4 @@
-"""Train a drafter on the target's own answers in a run.
+"""Training of drafters on the target's own answers in a run.
 
 Heads learn by self-distillation (Medusa, Cai 2024, section 2.3.2), draft models by DistillSpec.
 """
@@ -38,25 +38,25 @@ from lenience.training.trainer import Answer, Schedule, Training, mean_cross_ent
 DrafterKind = Literal["medusa", "blockwise", "eagle", "model"]
 TrainedDrafter = DraftHeads | EagleWeights | DistilledDraft | TunedTarget
 HELD_OUT = 0.1
-"""The share of the samples that only measures."""
+"""Share of the samples that are held out for measurements."""
 EPOCHS = {"medusa": 30, "blockwise": 30, "eagle": 10, "model": 5}
 BATCH = 512
 LEARNING_RATE = 1e-3
 FURTHER_WEIGHT = 0.8
 """Factor of each further head's loss (Medusa, section 2.2.1)."""
 NOT_THERE = -100
-"""Stands for a token past the end of an answer."""
+"""Label of a token beyond the end of an answer."""
 LEAST = 10
-"""Least number of answers."""
+"""Minimum number of answers."""
 
 
 @dataclass(frozen=True)
 class DrafterPlan:
-    """Which drafter is fitted to a run's answers."""
+    """Settings of the drafter to train."""
 
     kind: DrafterKind
     out: Path
-    """The folder that it is saved in."""
+    """Folder in which the drafter is saved."""
     heads: int = 4
     """Number of medusa or blockwise heads."""
     distill: Distill = "forward-kl"
@@ -64,15 +64,15 @@ class DrafterPlan:
     only_rejected: bool = False
     """True if the draft model learns only from tokens that would be rejected."""
     layers: int | tuple[int, ...] | None = None
-    """Layers of the target that the draft model is cut out of, counted from 0, or their number;
-    None for the pair's own draft model."""
+    """Layers of the target from which the draft model is cut, counted from 0, or their number; None
+    for the pair's own draft model."""
     draft_vocab: int | None = None
-    """Number of tokens that the drafter can predict: the most frequent ones of the answers; None
-    for all."""
+    """Number of tokens that the drafter can predict, the most frequent in the answers; None for all
+    tokens."""
     tune_target: bool = False
-    """True if a copy of the target learns with its blockwise heads."""
+    """True to fine-tune a copy of the target together with its blockwise heads."""
     epochs: int | None = None
-    """Number of epochs; None for those of EPOCHS."""
+    """Number of epochs; None for the kind's default in EPOCHS."""
     seed: int = 0
 
     @property
@@ -84,8 +84,8 @@ def fit_drafter(
     pair: Pair, run: Path, plan: DrafterPlan, progress: Progress = silent
 ) -> TrainedDrafter:
     """Train a drafter on the target's own answers, and save the epoch that does best on held-out
-    samples. A second call resumes after the last epoch. Raises InputError if the run has other
-    models or too few samples."""
+    samples. An interrupted training resumes after its last epoch. Raises InputError if the run has
+    other models or too few samples."""
     check_models(pair, run)
     answers = [
         (sample.prompt_ids, sample.response_ids) for sample in mined_samples(run)
@@ -99,7 +99,7 @@ def fit_to_answers(
     plan: DrafterPlan,
     progress: Progress = silent,
 ) -> TrainedDrafter:
-    """Fit a drafter as `fit_drafter` does, to any of the target's own answers."""
+    """Train a drafter as `fit_drafter` does, on any of the target's own answers."""
     _check(pair, answers, plan)
     num_held_out = max(1, round(HELD_OUT * len(answers)))
     held_out, learned = answers[:num_held_out], answers[num_held_out:]
@@ -136,7 +136,7 @@ def fit_to_answers(
 
 
 def _identity(pair: Pair, answers: Sequence[Answer], plan: DrafterPlan) -> str:
-    """Return a digest of the models, the data and the settings of a training."""
+    """Return a digest of the models, data and settings of a training."""
     settings = [
         plan.kind,
         plan.heads,
@@ -156,7 +156,7 @@ def _identity(pair: Pair, answers: Sequence[Answer], plan: DrafterPlan) -> str:
 def _layers(
     target: LM, answers: Sequence[Answer], plan: DrafterPlan, progress: Progress
 ) -> tuple[int, ...]:
-    """Return the layers that a draft model is cut out of; none for another drafter."""
+    """Return the layers from which a draft model is cut; empty for any other drafter."""
     if isinstance(plan.layers, int):
         return choose_layers(target, answers, plan.layers, progress)
     return plan.layers or ()
@@ -165,7 +165,7 @@ def _layers(
 def _vocabulary(
     target: LM, answers: Sequence[Answer], plan: DrafterPlan
 ) -> Tensor | None:
-    """Return the draft vocabulary [N] of a plan; None for the whole one."""
+    """Return a plan's draft vocabulary [N]; None for the whole vocabulary."""
     if plan.draft_vocab is None:
         return None
     size = len(target.output_matrix)
@@ -175,12 +175,12 @@ def _vocabulary(
 
 @dataclass(frozen=True)
 class _Parts:
-    """The data of a training."""
+    """Data of a training."""
 
     answers: Sequence[Answer]
     held_out: Sequence[Answer]
     tokens: Tensor | None
-    """[N]: a draft vocabulary; None for the whole one."""
+    """[N]: a draft vocabulary; None for the whole vocabulary."""
 
 
 def _fit(
@@ -219,11 +219,12 @@ def _check(pair: Pair, answers: Sequence[Answer], plan: DrafterPlan) -> None:
 
 
 Part = tuple[Tensor, Tensor]
-"""States [n, H] of one sample, and for each [n, heads] the tokens that its heads are to predict."""
+"""States [n, H] of a sample, and the tokens [n, heads] that the heads should predict at each."""
 
 
 def _states(target: LM, prompt: list[int], answer: list[int], heads: int) -> Part:
-    """Return the target's states from the last token of the prompt on, along its own answer."""
+    """Return the target's states along its own answer, from the prompt's last token on, and the
+    tokens that the heads should predict."""
     session = Session(target, 1, len(prompt) + len(answer))
     reading = session.read([prompt + answer], len(answer) + 1)
     further = [*answer[1:], *[NOT_THERE] * (heads + 1)]
@@ -234,8 +235,8 @@ def _states(target: LM, prompt: list[int], answer: list[int], heads: int) -> Par
 def first_heads(
     target: LM, plan: DrafterPlan, tokens: Tensor | None = None
 ) -> DraftHeads:
-    """Return heads that start with the target's own predictions: blocks that add nothing. With a
-    draft vocabulary `tokens` [N] their matrices have only its rows."""
+    """Return initial heads, which predict as the target does because their blocks add nothing. With
+    a draft vocabulary `tokens` [N] their matrices have only its rows."""
     matrix = target.output_matrix.detach().float().cpu()
     if tokens is not None:
         matrix = matrix[tokens]
@@ -263,7 +264,7 @@ def first_heads(
 
 
 class _HeadsFit:
-    """Heads that are fitted to the target's states, which are read once."""
+    """Training of heads on the target's states, which are computed once."""
 
     rate = LEARNING_RATE
 
@@ -289,7 +290,7 @@ class _HeadsFit:
             progress("hidden states", n, len(whole))
         self.held_out = read[: len(parts.held_out)]
         self.x, self.y = map(torch.cat, zip(*read[len(parts.held_out) :]))
-        if parts.tokens is not None:  # other tokens cannot be learned
+        if parts.tokens is not None:  # mark tokens outside as not learned
             rows = ranks(parts.tokens, len(self.matrix), NOT_THERE)
             past_end = self.y == NOT_THERE
             self.y = rows[self.y.clamp(min=0)].masked_fill(past_end, NOT_THERE)
@@ -320,7 +321,7 @@ class _HeadsFit:
 
 @torch.no_grad()
 def _right(heads: DraftHeads, matrix: Tensor, parts: Sequence[Part]) -> Tensor:
-    """Return [N, n] bool: whether each head's most probable token is the target's."""
+    """Return [N, n] bool: True where a head's most probable token is the target's."""
     x = torch.cat([part[0] for part in parts])
     y = torch.cat([part[1] for part in parts])
     found = [heads.logits(some, matrix).argmax(-1) for some in x.split(4096)]
@@ -328,11 +329,11 @@ def _right(heads: DraftHeads, matrix: Tensor, parts: Sequence[Part]) -> Tensor:
 
 
 def tokens_per_pass(heads: DraftHeads, matrix: Tensor, parts: Sequence[Part]) -> float:
-    """Return how many tokens a pass keeps by the strict rule, the target's own included, over all
-    places of the samples."""
+    """Return the tokens per pass under the strict rule, the target's own token included, averaged
+    over all positions."""
     return 1 + float(_right(heads, matrix, parts).cumprod(1).sum(1).float().mean())
 
 
 def accuracies(heads: DraftHeads, matrix: Tensor, parts: Sequence[Part]) -> list[float]:
-    """Return each head's share of tokens that are the target's."""
+    """Return each head's share of tokens that equal the target's."""
     return list(map(float, _right(heads, matrix, parts).float().mean(0)))

@@ -1,4 +1,4 @@
-"""Which of the target's layers a draft of its own can leave out."""
+"""Search for the target's layers that a self-draft can skip."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from lenience.runs.record import MinedSample
 
 SAMPLES = 20
 TOKENS = 2000
-"""On how many of the target's own answers layers are tried, and on how many of their tokens."""
+"""Number of the target's own answers, and number of their tokens in total, on which layers are
+tried."""
 LONGEST_WINDOW = 16
-"""Largest window at which skipped layers are valued."""
+"""Largest window for which a speed-up is estimated."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +27,23 @@ class Skipped:
     """Value of skipping some layers."""
 
     layers: tuple[int, ...]
-    """1 the first."""
+    """Skipped layers, counted from 1."""
     agreement: float
-    """The share of the target's own tokens that it says without them."""
+    """Share of the target's own tokens that it still predicts without these layers."""
     times: float
-    """The target alone's speed, times so much, where tokens agree independently of each other and
-    passes cost by their layers, at the best window."""
+    """Expected speed-up over the target alone at the best window, if tokens agree independently and
+    a pass costs in proportion to its layers."""
     window: int
-    """Best window."""
+    """Best window; 0 if drafting never pays."""
 
 
 def search_layers(
     pair: Pair, samples: list[MinedSample], progress: Progress = silent
 ) -> list[Skipped]:
-    """Search, for each number of layers, the set without which the target still predicts most of
-    its own tokens, and return the sets with their value as drafters. Each set is the previous one
-    plus the best further layer (after SWIFT, Xia 2025, whose search draws at random and by Bayesian
-    optimisation). Raises InputError if there is nothing to try it on."""
+    """Search, for each number of skipped layers, a set without which the target still predicts most
+    of its own tokens. Return the sets with their value as drafters. Each set is the previous set
+    plus the best further layer (after SWIFT, Xia 2025, which searches at random and by Bayesian
+    optimisation). Raises InputError if no sample has an answer."""
     tried = [sample for sample in samples[:SAMPLES] if sample.response_ids]
     if not tried:
         raise InputError("no sample of the run has an answer; mine more")
@@ -71,9 +72,9 @@ def search_layers(
 
 
 def worth(agreement: float, cost: float) -> tuple[float, int]:
-    """Return the expected speed-up over the target alone and its window, if each token is accepted
-    with probability `agreement` and a draft pass costs `cost` of a target pass (Leviathan 2023,
-    theorem 3.8)."""
+    """Return the expected speed-up over the target alone and the best window, if each token is
+    accepted with probability `agreement` and a draft pass costs `cost` target passes (Leviathan
+    2023, theorem 3.8)."""
     kept = 1.0
     best = (1.0, 0)
     for window in range(1, LONGEST_WINDOW + 1):

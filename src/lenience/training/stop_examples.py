@@ -20,27 +20,27 @@ from lenience.models.session import Session
 from lenience.runs.record import MinedSample
 
 STOP_TOKENS = 64
-"""Number of tokens of an answer in a stop's training data."""
+"""Maximum number of tokens per answer in a stop's training data."""
 STOP_WINDOW = 32
-"""Window of the decoding that a stop learns from. It is wide, as no token is drafted after a window
-that is accepted whole."""
+"""Window of the decoding that a stop learns from. It is wide, since the bonus after a fully
+accepted window is not a drafted token."""
 INTERLEAVED = 32
-"""The window in which both models' tokens are interleaved: wide, as the target's follows a full
-one."""
+"""Window for interleaving both models' tokens. It is wide, since the target writes the token after
+a full window."""
 GATE_PREFIXES = 12
-"""Number of training rows of each kind of prefix that a sample gives to a gate."""
+"""Number of a gate's training rows per sample and kind of prefix."""
 
 Labelled = tuple[Tensor, Tensor]
-"""States [m, F] of one sample and what each is labelled with [m]."""
+"""States [m, F] of a sample, and their labels [m]."""
 
 
 def stop_states(
     pair: Pair, sample: MinedSample, inputs: Inputs, sampling: Decoder | None = None
 ) -> Labelled:
-    """Return a stop's training rows at some tokens of the target's own answer, evenly spread: the
-    draft's states [m, H] before the token that it would draft there, or after it, and whether the
-    answer has another token [m]. `sampling` is how the answer was drawn, greedily by default; the
-    draft's tokens are drawn likewise, from the same noise, as decoding draws them."""
+    """Return a stop's training rows for tokens spread evenly over the target's own answer: the
+    draft's states [m, H] before the token that it would draft, or after it, and whether the answer
+    has another token there [m]. `sampling` holds the options by which the answer was drawn,
+    greedily by default; the draft's tokens are drawn with the same noise, as in decoding."""
     response = torch.tensor(sample.response_ids)
     places = torch.arange(0, len(response), max(1, -(-len(response) // STOP_TOKENS)))
     read = _Answer(pair, sample.prompt_ids, sample.response_ids)
@@ -52,8 +52,9 @@ def stop_states(
 def decided_states(
     pair: Pair, samples: Sequence[MinedSample], inputs: Inputs, of: Rule
 ) -> list[Labelled]:
-    """Return, for tokens that the draft proposes while the rule `of` answers each sample, the
-    draft's states [m, H] before or after them, and whether the rule accepts them [m]."""
+    """Return training rows for tokens that the draft proposes while the rule `of` answers each
+    sample: the draft's states [m, H] before or after each token, and whether the rule rejects the
+    token [m]. Raises InputError for states after drawn tokens, which answers do not keep."""
     sampling = of.needs.sampling
     if sampling and inputs.tokens == ("draft",):
         raise InputError(
@@ -85,7 +86,7 @@ def decided_states(
 
 
 class _Answer:
-    """An answer as the draft reads it."""
+    """An answer with the draft's states along it."""
 
     def __init__(self, pair: Pair, prompt: list[int], response: list[int]):
         self.pair = pair
@@ -95,8 +96,8 @@ class _Answer:
         self.reading = self.session.read([prompt + response], len(response) + 1)
 
     def drafted_tokens(self, sampling: Decoder) -> Tensor:
-        """Return the tokens [n + 1] that the draft would propose before each of the n tokens, and
-        after them."""
+        """Return the tokens [n + 1] that the draft would propose before each of the answer's n
+        tokens, and after the last."""
         decoder = replace(sampling, window=1)
         self.pair.check(decoder)
         ctx = self.pair.context(decoder)
@@ -125,13 +126,14 @@ class _Answer:
 def gate_states(
     pair: Pair, samples: Sequence[MinedSample], inputs: Inputs
 ) -> list[Labelled]:
-    """Return a gate's training rows of each sample: the draft's states [m, F] and the ratios
+    """Return a gate's training rows for each sample: the draft's states [m, F], and the ratios
     draft(x) / target(x) [m] of tokens x that the draft draws at temperature 1.
 
-    The tokens follow four kinds of prefixes, each with the same number of rows (SPRINTER, Zhong
-    2025): the prompt as it is, and prefixes of the answers to it by the draft, by the target, and
-    by both, where a coin decides who writes each token. As the prompt is a single prefix, several
-    tokens are drawn after it."""
+    The tokens follow four kinds of prefixes in equal numbers (SPRINTER, Zhong 2025): the prompt
+    itself, and prefixes of answers by the draft, by the target, and by both, where a coin decides
+    which model writes each token. Several tokens are drawn after the prompt, since it is a single
+    prefix.
+    """
     longest = max(len(sample.response_ids) for sample in samples)
 
     def continued(starts: list[list[int]], rule: str) -> list[list[int]]:
@@ -161,11 +163,11 @@ def gate_states(
 
 
 def _ratios(pair: Pair, ids: list[int], first: int, inputs: Inputs) -> Labelled:
-    """Return the states and the ratios after prefixes of `ids` that are evenly spread from `first`
-    tokens on."""
+    """Return the states and ratios after prefixes of `ids`, evenly spread from the first `first`
+    tokens to the whole text."""
     draft = pair.require_draft("a gate")
     end = len(ids) - (ids[-1] in pair.target.eos_ids)
-    # [m]: how many tokens each prefix has
+    # [m]: number of tokens in each prefix
     lengths = torch.linspace(first, max(first, end), GATE_PREFIXES).long()
     session = Session(draft)
     reading = session.read([ids], len(ids))
@@ -183,8 +185,8 @@ def _drawn(
     pair: Pair, ids: list[int], lengths: Tensor, logits: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens [m] that the draft draws at temperature 1 after prefixes of `ids`, and
-    their ratios draft(x) / target(x) [m]; `logits` are the draft's and the target's [1, T, V]. Each
-    draw has its own randomness, also among equal prefixes."""
+    their ratios draft(x) / target(x) [m]. `logits` are the draft's and the target's [1, T, V]. Each
+    draw has its own randomness, even after equal prefixes."""
     noise = Noise.for_prompt(0, ids)
     processors = processors_of(pair.target, sampling=True) or None
     ctx = Context([Row(noise, ids[:1])], temperature=1.0, processors=processors)

@@ -1,4 +1,4 @@
-"""Training that goes on where it was stopped."""
+"""Training loop that resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LARGEST_GRADIENT = 0.5
 AVERAGES = ("exp_avg", "exp_avg_sq", "step")
 """AdamW's state of a weight; the step count stays on the CPU."""
 Answer = tuple[list[int], list[int]]
-"""The tokens of a prompt and those of the target's own answer."""
+"""Tokens of a prompt, and tokens of the answer to it."""
 
 
 def by_length(answers: Sequence[Answer]) -> list[Answer]:
-    """Return those of like length together, without empty ones."""
+    """Sort answers by their length with the prompt, and leave out empty answers."""
     return sorted(
         (answer for answer in answers if answer[1]),
         key=lambda answer: len(answer[0]) + len(answer[1]),
@@ -44,8 +44,8 @@ def batches(
 
 
 def mean_cross_entropy(logits: Tensor, wanted: Tensor, ignored: int) -> Tensor:
-    """Return the mean cross-entropy of logits [n, V] over the tokens `wanted` [n] that are not
-    `ignored`; 0 if all are."""
+    """Return the mean cross-entropy of logits [n, V] over the tokens `wanted` [n] that differ from
+    `ignored`; 0 if there are none."""
     total = torch.nn.functional.cross_entropy(
         logits, wanted, ignore_index=ignored, reduction="sum"
     )
@@ -58,17 +58,17 @@ class Schedule:
 
     epochs: int
     rate: float
-    """The first epoch's; it falls to 0 by a cosine."""
+    """Learning rate of the first epoch; it falls to 0 along a cosine."""
 
 
 class Training:
-    """Trains weights epoch by epoch, kept in a file after each; of all epochs the weights are taken
-    after which a measure is highest."""
+    """Training of weights, saved in a checkpoint after each epoch. The result is the weights of the
+    epoch with the highest measure."""
 
     def __init__(
         self, weights: Mapping[str, Tensor], path: Path, made_of: str, plan: Schedule
     ):
-        """`made_of` identifies the models, the data and the settings; a checkpoint of another
+        """Take `made_of`, which identifies the models, data and settings; the checkpoint of another
         training is not resumed."""
         self.weights = weights
         self.path = path
@@ -90,7 +90,8 @@ class Training:
         what: str,
         progress: Progress,
     ) -> None:
-        """Train to the end by `epoch`, which is given the epoch's number and calls `step`."""
+        """Train to the last epoch. `epoch` takes an epoch's number and calls `step` for each batch;
+        `measure` returns the measure to maximise."""
         self._resume()
         while self.done < self.plan.epochs:
             progress(what, self.done, self.plan.epochs)
@@ -116,7 +117,7 @@ class Training:
                 weight.copy_(self.best[name]).requires_grad_(False)
 
     def step(self, loss: Tensor) -> None:
-        """Take a step down a loss. Raises RunError if the loss is NaN or infinite."""
+        """Take an optimiser step on a loss. Raises RunError if the loss is NaN or infinite."""
         if not bool(loss.isfinite()):
             what = f"the loss of epoch {self.done + 1} is NaN or infinite"
             raise RunError(f"{self.path.parent}: {what}; {CAUSES}")
@@ -134,7 +135,7 @@ class Training:
         for name, weight in self.weights.items():
             state = self.optimizer.state[weight]
             tensors |= {f"now.{name}": weight.detach(), f"best.{name}": self.best[name]}
-            # there are none where nothing was learned yet
+            # a weight that took no step yet has no state
             tensors |= {f"{key}.{name}": state[key] for key in AVERAGES if key in state}
         about = {
             "of": self.made_of,
@@ -147,13 +148,13 @@ class Training:
             )
 
     def _resume(self) -> None:
-        """Take up the epochs that are done, where they are of the same training."""
+        """Restore the checkpoint, if there is one of the same training."""
         try:
             with safe_open(self.path, "pt") as file:
                 about = file.metadata() or {}
                 if about.get("of") != self.made_of:
                     return
-                names = list(file.keys())  # it is no dict
+                names = list(file.keys())  # the file is not a dict
                 saved = {name: file.get_tensor(name) for name in names}
         except (OSError, SafetensorError):
             return

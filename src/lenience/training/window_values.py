@@ -20,14 +20,14 @@ from lenience.models.generation_config import processors_of
 from lenience.runs.record import MinedSample, Mismatch
 
 TOGETHER = 16
-"""Number of samples whose mismatches are read in a batch, one of each at a time."""
+"""Number of samples per batch; each contributes one mismatch at a time."""
 SHARE_WHOLE = 0.4
-"""Share of the mismatches with all look-ahead tokens. The others have fewer, as at the end of a
-window, so that one head serves every position."""
+"""Share of the mismatches with all look-ahead tokens. The other mismatches have fewer, as at the
+end of a window, so that one head serves every position."""
 
 
 class _Reader(Rule):
-    """Accepts nothing, and records the look-ahead features of each window."""
+    """A rule that accepts nothing and records the look-ahead values of each window."""
 
     def __init__(self, with_draft: bool, kinds: Tensor):
         self.with_draft = with_draft
@@ -51,9 +51,9 @@ def values_drafted_on(
     labelled: Sequence[Sequence[Mismatch]],
     inputs: Inputs,
 ) -> list[Tensor]:
-    """Return, for each sample's labelled mismatches, [m, (1 + n) · S + 1]: the numbers of the
-    drafted token and of up to n tokens that the draft adds after it (`lookahead.token_values`),
-    zeros after an EOS, and last the number of added tokens."""
+    """Return values [m, (1 + n) · S + 1] for each sample's labelled mismatches: the numbers of the
+    drafted token and of up to n tokens that the draft adds (`lookahead.token_values`), zeros after
+    an EOS, and last the number of added tokens."""
     found: list[list[Tensor]] = [[] for _ in samples]
     asked = [i for i, of_sample in enumerate(labelled) if of_sample]
     for begin in range(0, len(asked), TOGETHER):
@@ -68,7 +68,7 @@ def values_drafted_on(
 
 
 def columns(inputs: Inputs) -> int:
-    """Return the number of values kept of a mismatch besides states."""
+    """Return the number of look-ahead values kept per mismatch."""
     assert inputs.ahead is not None
     return (1 + inputs.ahead) * lookahead.numbers("draft" in inputs.models) + 1
 
@@ -110,8 +110,8 @@ def _read_together(
 def _prefixes(
     samples: Sequence[MinedSample], labelled: Sequence[Sequence[Mismatch]]
 ) -> Iterator[list[list[int]]]:
-    """Yield the texts before the samples' first mismatches, then before their second ones, and so
-    on; a sample without further mismatches repeats its last."""
+    """Yield the texts before the samples' first mismatches, then before their second mismatches,
+    and so on. A sample without further mismatches repeats its last."""
     for k in range(max(map(len, labelled))):
         places = [
             of_sample[min(k, len(of_sample) - 1)].position for of_sample in labelled
@@ -123,16 +123,16 @@ def _prefixes(
 
 
 def _flat(values: Tensor, length: int, window: int) -> Tensor:
-    """Return [window · S + 1] of the numbers of a window's places [W, S], the first `length`
-    proposed."""
+    """Return [window · S + 1]: the numbers [W, S] of a window's positions, of which the first
+    `length` are proposed, and the number of tokens after the first."""
     kept = values.new_zeros(window, values.shape[1])
     kept[:length] = values[:length]
     return torch.cat([kept.flatten(), values.new_tensor([max(0, length - 1)])])
 
 
 def as_in_windows(x: np.ndarray, inputs: Inputs, seed: int) -> np.ndarray:
-    """Return head inputs [m, F] from states with the numbers of `values_drafted_on`; later tokens
-    are cut off as at the ends of windows."""
+    """Return head inputs [m, F] from states followed by the values of `values_drafted_on`. Some of
+    the later tokens are cut off at random, as at the ends of windows."""
     assert inputs.ahead is not None
     n = inputs.ahead
     rng = np.random.default_rng(seed)

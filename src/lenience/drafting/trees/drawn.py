@@ -1,14 +1,14 @@
-"""Lossless verification of trees whose tokens were drawn from what the draft says.
+"""Lossless verification of trees whose tokens were drawn from the draft's distributions.
 
-After each token its children are asked about in the order in which they were drawn. What was drawn
-from q is to be kept as a share P of the target's p has it: with probability min(1, P · p / q).
-Otherwise what is left for the next ones is the positive part of P · p − q, and of q, where none is
-drawn twice, what the token leaves.
+The children of a token are verified in the order in which they were drawn. Let p be the target's
+distribution, q the one that a child x was drawn from, and P the share of p to keep. The child is
+accepted with probability min(1, P · p(x) / q(x)). After a rejection, the next children are verified
+against the positive part of P · p − q, normalised. If no token is drawn twice, q loses x.
 
-Going down, P is 1: a child that is kept decides on its branch (SpecInfer, Miao 2023, algorithm 2;
-Sequoia, Chen 2024, algorithm 2). Going up, a whole path is kept by its last token's share, and a
-token's share grows with each branch that is given up (traversal verification, Weng 2025), which on
-a chain is block verification.
+Going down, P is 1: an accepted child decides on its branch (SpecInfer, Miao 2023, algorithm 2;
+Sequoia, Chen 2024, algorithm 2). Going up, a whole path is accepted by the share of its last token,
+and a token's share grows with each rejected branch (traversal verification, Weng 2025). On a chain,
+going up is block verification.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lenience.rules.base import select_position
 def verify_drawn(
     draft: Draft, reading: Reading, ctx: Context, *, upwards: bool
 ) -> list[Verdict]:
-    """Decide on trees drawn from their `logits`, by the distributions that sampling uses. Accepted
-    tokens count as accepted by the strict rule."""
+    """Return the verdicts on trees that were drawn from `draft.logits`, by the distributions that
+    sampling uses. Accepted tokens count as accepted by the strict rule."""
     assert draft.parents is not None and draft.logits is not None
     lengths = draft.lengths.tolist()
     trees = [list(parents[:n]) for parents, n in zip(draft.parents, lengths)]
@@ -58,8 +58,8 @@ def _next_tokens(
     walked: Sequence[Sequence[int]],
     ctx: Context,
 ) -> Tensor:
-    """Return the tokens [B] after the kept paths, drawn from the remaining distributions; a bonus
-    is drawn as in plain decoding."""
+    """Return [B]: the tokens after the accepted paths, drawn from the remaining distributions
+    `rest` [B, W + 1, V]. A bonus token is drawn as in plain decoding."""
     last = [path[-1] if path else -1 for path in walked]
     bonus = to_device([at not in tree for at, tree in zip(last, trees)], rest.device)
     place = to_device([*map(len, walked)], rest.device).long()
@@ -83,8 +83,8 @@ def _verdict(
 
 
 def _by_depth(trees: Sequence[Parents]) -> list[list[list[tuple[int, int, int]]]]:
-    """Return the tokens as (row, parent, token), by depth, and then by how many siblings stand
-    before: those together of which each can be asked about once those before it have been."""
+    """Group the tokens, as (row, parent, token), by depth and then by rank among siblings. The
+    tokens of a group can be verified at once, after the groups before it."""
     levels: list[list[list[tuple[int, int, int]]]] = []
     for row, parents in enumerate(trees):
         depth = {-1: 0}
@@ -103,7 +103,7 @@ def _by_depth(trees: Sequence[Parents]) -> list[list[list[tuple[int, int, int]]]
 
 
 class _Shares:
-    """The remaining target distributions, and the shares of them to keep, as children are
+    """The remaining target distributions, and the shares of them to keep, while children are
     verified."""
 
     def __init__(self, draft: Draft, target: Tensor, ctx: Context, upwards: bool):
@@ -111,15 +111,17 @@ class _Shares:
         self.draft = draft
         self.upwards = upwards
         self.rest = target
-        """[B, W + 1, V]: after the prefix and after each token, once its children are rejected."""
+        """[B, W + 1, V]: remaining distribution after the prefix and after each token, given the
+        children rejected so far."""
         self.drafted = ctx.probs(draft.logits).double()
-        """[B, W, V]: what each token was drawn from, but for siblings before it."""
+        """[B, W, V]: distribution that each token was drawn from, before siblings are removed."""
         self.of_prefix_and_tokens = torch.ones_like(target[..., 0])
-        """[B, W + 1]: with what probability each is kept, where it is asked about."""
+        """[B, W + 1]: probability with which the prefix and each token are accepted once
+        verified."""
         self._left: dict[tuple[int, int], Tensor] = {}
 
     def ask(self, siblings: Sequence[tuple[int, int, int]]) -> None:
-        """Verify tokens of different parents."""
+        """Verify a group of tokens with different parents, given as (row, parent, token)."""
         device = self.rest.device
         row, parent, node = to_device(list(zip(*siblings)), device).long()
         tokens = self.draft.tokens[row, node]
@@ -132,7 +134,7 @@ class _Shares:
         self.of_prefix_and_tokens[row, node + 1] = torch.div(*own).clamp(max=1)
         left = (aim - drafted).clamp(min=0)
         mass = left.sum(-1)
-        # nothing is left of equal distributions, of which none is rejected but by rounding
+        # equal distributions leave nothing; then only rounding can have rejected a token
         self.rest[row, parent + 1] = torch.where(
             mass[:, None] > 0, left / mass[:, None], target
         )
@@ -166,7 +168,7 @@ class _Shares:
 
 
 def _downwards(tree: Parents, kept: Sequence[bool]) -> list[int]:
-    """Return the path of the first children that are kept."""
+    """Return the path that follows the first accepted child of each token."""
     path = list[int]()
     at = -1
     for node, parent in enumerate(tree):
@@ -177,8 +179,7 @@ def _downwards(tree: Parents, kept: Sequence[bool]) -> list[int]:
 
 
 def _upwards(tree: Parents, kept: Sequence[bool]) -> list[int]:
-    """Return the path to the first token that is kept, where each comes after those that follow
-    it."""
+    """Return the path to the first accepted token, where each token comes after its descendants."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(tree):
         children.setdefault(parent, []).append(node)

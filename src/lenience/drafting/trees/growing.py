@@ -1,4 +1,4 @@
-"""Trees of drafted tokens while they grow, level by level, and as the windows that come of them."""
+"""Trees of drafted tokens while they grow, level by level, and their conversion to drafts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lenience.core.types import Draft, Draws
 from lenience.drafting.stops import Fixed, Stop
 
 NONE = -1
-"""Stands for a token where a drafter has no more."""
+"""Placeholder where a drafter has no further token."""
 
 
 @dataclass
 class GrowingTree:
-    """A row's tree, while it grows: parents stand before their children."""
+    """A row's tree while it grows. Parents come before their children."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -35,8 +35,8 @@ class GrowingTree:
         self.picked_from.append(picked_from)
 
     def cut(self, depth: int, eos: frozenset[int]) -> GrowingTree:
-        """Return the tokens at most `depth` behind the prefix that follow no EOS, without `NONE`
-        tokens and their descendants."""
+        """Return the tree cut at `depth` levels and after each EOS, without `NONE` tokens and their
+        descendants."""
         grown = GrowingTree()
         new = dict[int, int]({-1: -1})
         deep = {-1: 0}
@@ -51,36 +51,36 @@ class GrowingTree:
 
 @dataclass(frozen=True)
 class TreeLevel:
-    """Tokens of one depth after which distributions are wanted, as many of each row."""
+    """Tokens of one depth after which distributions are requested, the same number F for each
+    row."""
 
     tokens: list[list[int]]
     """[B][F]"""
     parents: list[list[int]]
-    """[B][F]: which of the tokens that were asked about before each one follows, -1 for the
-    prefix."""
+    """[B][F]: index of each token's parent among all tokens requested before; -1 for the prefix."""
     depth: int
-    """Number of tokens that stand before each."""
+    """Number of drafted tokens before each token."""
 
 
 Expand = Callable[[TreeLevel | None], Tensor]
-"""[B, F, V]: processed logits after each of a level's tokens; [B, 1, V] after the prefix, where
-there is no level."""
+"""Function that returns processed logits: [B, F, V] after each token of a level, or [B, 1, V] after
+the prefix if the level is None."""
 
 
 @dataclass(frozen=True)
 class PathEnds:
-    """Where trees end."""
+    """Conditions that end the paths of trees."""
 
     limits: Sequence[int]
-    """[B]: how many tokens may follow one another."""
+    """[B]: maximum number of tokens on a path."""
     eos: frozenset[int]
     stop: Stop = field(default_factory=Fixed)
 
     def doubted(
         self, logits: Tensor, tokens: Tensor, ctx: Context
     ) -> list[list[list[bool]]]:
-        """Return [B][F][k]: which of the tokens [B, F, k], picked from logits [B, F, V], the stop
-        condition ends a path at."""
+        """Return [B][F][k]: True for each of the `tokens` [B, F, k], picked from logits [B, F, V],
+        at which the stop condition ends a path."""
         rows, n, k = tokens.shape
         if not self.stop.per_token:
             return [[[False] * k] * n] * rows
@@ -92,18 +92,19 @@ class PathEnds:
 
 
 class OfOneShape:
-    """All rows' trees, each with a token in every place of a shape, or `NONE`, while they grow."""
+    """The trees of all rows while they grow in one shape. Each place of the shape has a token or
+    `NONE`."""
 
     def __init__(self, places: list[tuple[int, int]], ends: PathEnds):
         self.places = places
         self.ends = ends
         self.grown = [GrowingTree() for _ in ends.limits]
         self.closed = [{-1: False} for _ in ends.limits]
-        """Positions after which nothing may follow."""
+        """True for each place after which no token may follow."""
         self.inner = {parent for parent, _ in places}
         self.level = [-1]
         self.asked = {-1: 0}
-        """Index of each position's distribution among those requested."""
+        """Index of each place's distribution among those requested."""
 
     @property
     def children(self) -> list[int]:
@@ -114,7 +115,8 @@ class OfOneShape:
         return 1 + max(self.places[i][1] for i in self.children)
 
     def ask(self, depth: int) -> TreeLevel | None:
-        """Return the places that distributions are wanted after; none before the first."""
+        """Return the level after which distributions are requested; None at depth 0, for the
+        prefix."""
         if not depth:
             return None
         tokens = [[max(tree.tokens[i], 0) for i in self.level] for tree in self.grown]
@@ -127,8 +129,8 @@ class OfOneShape:
         picked: Sequence[Sequence[Sequence[int]]],
         doubted: Sequence[Sequence[Sequence[bool]]],
     ) -> None:
-        """Put the tokens [B][F][k] that were picked after the level's places in theirs; `doubted`
-        are those at which a path ends."""
+        """Add the tokens [B][F][k] picked after the level's places. `doubted` [B][F][k] is True for
+        those at which a path ends."""
         children = self.children
         for tree, closed, ranked, ends in zip(self.grown, self.closed, picked, doubted):
             for i in children:
@@ -140,7 +142,7 @@ class OfOneShape:
                     token = NONE
                 closed[i] = token == NONE or is_end
                 tree.add(token, parent, self.asked[parent])
-        # the same places of every row, so that none's draws depend on the others
+        # the same places in every row, so that a row's draws do not depend on other rows
         self.level = [i for i in children if i in self.inner]
 
     @property
@@ -150,7 +152,7 @@ class OfOneShape:
 
 @dataclass(frozen=True)
 class LevelPicker:
-    """How a level's tokens are picked."""
+    """A picker of a level's tokens: by draws, or the most probable ones."""
 
     draws: Draws | None
     ctx: Context
@@ -159,7 +161,7 @@ class LevelPicker:
     """Number of distributions requested before this level's."""
 
     def tokens(self, logs: Tensor, k: int) -> Tensor:
-        """Return [B, F, k] from log-probabilities [B, F, V], `NONE` where there are no more."""
+        """Return [B, F, k]: tokens picked from log-probabilities [B, F, V], padded with `NONE`."""
         n = logs.shape[1]
         if not self.draws:
             most = logs.topk(min(k, logs.shape[-1])).indices
@@ -167,9 +169,9 @@ class LevelPicker:
         if self.draws == "with-replacement":
             keys = self.ctx.noise_keys(n * k, "draft", self.asked * k, logs.device)
             return gumbel_argmax(logs.exp()[:, :, None], keys.view(-1, n, k))
-        if self.ctx.fresh_noise_per_window:  # each of its own
+        if self.ctx.fresh_noise_per_window:  # one key per token
             keys = self.ctx.noise_keys(n, "draft", self.asked, logs.device)
-        else:  # as the target draws there, so that its token is likely to be among them
+        else:  # the target's keys, so that its token is likely to be drawn
             keys = self.ctx.noise_keys(1, "token", self.depth, logs.device).expand(
                 -1, n
             )
@@ -177,7 +179,7 @@ class LevelPicker:
 
 
 class CandidatePool:
-    """All tokens that a row's dynamic tree has met."""
+    """All candidate tokens of a row's dynamic tree."""
 
     def __init__(self, nodes: int, least: float, ends: PathEnds, levels: int):
         self.nodes = nodes
@@ -188,17 +190,18 @@ class CandidatePool:
         self.tokens = list[int]()
         self.parents = list[int]()
         self.scores = list[float]()
-        """The scores are the log-probabilities of whole paths."""
+        """Log-probabilities of the whole paths to the tokens."""
         self.closed = list[bool]()
-        """Tokens after which nothing may follow."""
+        """True for each token after which no token may follow."""
         self.from_which = list[int]()
         self.asked = {-1: 0}
-        """Index of the distribution that each was picked from, and of its own."""
+        """Index of each token's own distribution among those requested; `from_which` has that of
+        the distribution it was picked from."""
         self.num_asked = 1
         self.level = [-1]
         self.newest = range(0)
         self.worth = 0.0
-        """The sum of the best paths' probabilities."""
+        """Sum of the probabilities of the best paths."""
 
     def add(
         self,
@@ -206,9 +209,10 @@ class CandidatePool:
         tokens: Sequence[Sequence[int]],
         doubted: Sequence[Sequence[bool]],
     ) -> None:
-        """Take the most probable tokens after each of the level's, their log-probabilities, and
-        whether the stop condition ends a path at them."""
-        if not self.left:  # asked about again beside a row that goes on
+        """Add the most probable tokens after each token of the level. `values` are their
+        log-probabilities, and `doubted` is True for those at which the stop condition ends a
+        path."""
+        if not self.left:  # requested again because another row continues
             return
         first = len(self.tokens)
         for parent, logs, ids, at_end in zip(self.level, values, tokens, doubted):
@@ -233,7 +237,7 @@ class CandidatePool:
             self.worth = sum(map(math.exp, best))
             if self.worth - before < self.least:
                 self.left = 0
-        # what is asked about beside a row that goes on is no continuation of this one
+        # requests that only fill up the batch for other rows must not extend this tree
         if not self.goes_on:
             self.left = 0
 
@@ -250,8 +254,8 @@ class CandidatePool:
         )
 
     def choose(self, k: int) -> tuple[list[int], list[int]]:
-        """Return the `k` tokens to continue from, and the index of the candidate that each
-        follows."""
+        """Return the `k` tokens to continue from, and the index of each one's parent among the
+        tokens requested before, as in `TreeLevel`."""
         if not self.tokens:
             self.num_asked += k
             return [0] * k, [-1] * k
@@ -261,7 +265,7 @@ class CandidatePool:
             reverse=True,
         )
         self.level = (order or [len(self.tokens) - 1])[:k]
-        # asked about again, so that rows stand side by side
+        # repeat the last token, so that all rows have k tokens
         missing = k - len(self.level)
         self.asked |= {i: self.num_asked + n for n, i in enumerate(self.level)}
         self.num_asked += k
@@ -271,7 +275,8 @@ class CandidatePool:
         ]
 
     def best(self) -> GrowingTree:
-        """Return those whose paths are likeliest; an ancestor is at least as likely."""
+        """Return the tree of the most probable paths. An ancestor is at least as probable, so it is
+        included."""
         order = sorted(range(len(self.tokens)), key=lambda i: (-self.scores[i], i))
         kept = sorted(order[: self.nodes])
         new = {-1: -1} | {i: n for n, i in enumerate(kept)}
@@ -289,9 +294,9 @@ def as_draft(
     trees: bool = True,
     draws: Draws | None = None,
 ) -> Draft:
-    """Return the grown trees as windows, the shorter ones padded. `logits` [B, n, V] are the
-    distributions that the tokens were picked from, if any. Without `trees` all windows are chains.
-    `draws` names the way in which a tree's tokens were drawn."""
+    """Convert grown trees to windows; shorter windows are padded. `logits` [B, n, V] are the
+    requested distributions that tokens were picked from, if any. Without `trees`, all windows are
+    chains. `draws` is the way in which a tree's tokens were drawn."""
     width = max(len(tree.tokens) for tree in grown)
     missing = [width - len(tree.tokens) for tree in grown]
     tokens = [tree.tokens + [0] * n for tree, n in zip(grown, missing)]

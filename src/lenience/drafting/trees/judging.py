@@ -1,8 +1,8 @@
 """Acceptance rules on trees of drafted tokens.
 
-Each path from the prefix to a leaf is a window to the rule, and the deepest accepted one is kept. A
-tree's tokens count as chosen, not drawn: drawing the target's token and following it if it is in
-the tree keeps the target's distribution (SpecInfer, Miao 2023, section 4.3, for drafts of
+For the rule, each path from the prefix to a leaf is a window; the deepest accepted path is kept. A
+tree's tokens count as chosen, not drawn. Drawing the target's token, and following it if it is in
+the tree, keeps the target's distribution (SpecInfer, Miao 2023, section 4.3, for drafts of
 probability 1). For drawn tokens see `lenience.drafting.trees.drawn`.
 """
 
@@ -25,9 +25,9 @@ from lenience.drafting.trees.drawn import verify_drawn
 def judge_trees(
     rule: Rule, draft: Draft, reading: Reading, ctx: Context
 ) -> list[Verdict]:
-    """Decide on the trees of all rows. A token is accepted where the rule accepts it after its
-    path, so that floors, budgets and spans hold along each; of the deepest accepted paths the one
-    with the most tokens that the strict rule accepts is kept, then the first."""
+    """Return the verdicts on the trees of all rows. The rule decides on each token after the
+    token's path, so floors, budgets and spans hold along each path. Among the deepest accepted
+    paths, the one with the most tokens that the strict rule accepts is kept, then the first."""
     assert draft.parents is not None
     lengths = draft.lengths.tolist()
     flat = [
@@ -64,13 +64,13 @@ class _Path:
 
 @dataclass
 class _Tree:
-    """Verdict on a row's tree, found path by path."""
+    """A verdict on a row's tree, built path by path."""
 
     tokens: list[int]
     exact: list[bool]
     scores: list[float | None]
     best: tuple[int, int] = (-1, 0)
-    """Numbers of accepted tokens of a path, and of those that the strict rule accepts."""
+    """Number of accepted tokens on the best path, and how many of them the strict rule accepts."""
     path: Sequence[int] = ()
     next_token: int | None = None
 
@@ -97,7 +97,7 @@ class _Tree:
 
 
 def _windows(draft: Draft, flat: list[_Path]) -> Draft:
-    """Return the paths as windows of a batch; a tree has no states of the draft's."""
+    """Return the paths as a batch of windows, without hidden states of the draft."""
     at, rows = _places(flat, draft.tokens.device)
     return Draft(
         tokens=draft.tokens[rows, at],
@@ -114,7 +114,7 @@ def _readings(reading: Reading, flat: list[_Path]) -> Reading:
 
 
 def _of_nodes(reading: Reading, of_paths: Reading, flat: list[_Path]) -> Reading:
-    """Return a reading whose logits are as processed for the paths."""
+    """Return the reading with the logits that were processed for the paths, by node."""
     logits = of_paths.logits.new_empty(reading.logits.shape)
     for path, processed in zip(flat, of_paths.logits):
         places = [0, *(node + 1 for node in path.nodes)]
@@ -123,8 +123,8 @@ def _of_nodes(reading: Reading, of_paths: Reading, flat: list[_Path]) -> Reading
 
 
 def _places(flat: list[_Path], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return [P, D]: which of its row's tokens each of the paths' are, the last ones repeated; and
-    [P, 1]: which row that is."""
+    """Return [P, D], the token indices of each path, with the last one repeated; and [P, 1], the
+    row of each path."""
     longest = max(len(path.nodes) for path in flat)
     at = [path.nodes + path.nodes[-1:] * (longest - len(path.nodes)) for path in flat]
     at = [places or [0] * longest for places in at]
@@ -133,6 +133,6 @@ def _places(flat: list[_Path], device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _with_first(states: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """Return [P, D + 1, …]: of states [B, W + 1, …], those after the prefix and after each
-    token."""
+    """Return [P, D + 1, …]: the states after the prefix and after each token of a path, from states
+    [B, W + 1, …]."""
     return states[rows, torch.nn.functional.pad(at + 1, (1, 0))]

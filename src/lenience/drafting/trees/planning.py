@@ -1,4 +1,4 @@
-"""Planned trees: the shape of a size that keeps the most tokens (Sequoia, Chen 2024)."""
+"""Planned trees: the shape of a given size with the most accepted tokens (Sequoia, Chen 2024)."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ MEND = "`lenience fit RUN --tree` measures it"
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance rates of a drafter's proposals."""
+    """Measured acceptance rates of a drafter's tokens."""
 
     drafter: str
     shares: tuple[tuple[float, ...], ...]
-    """Acceptance rate by number of drafted tokens before, all correct, and by rank: the share of
-    positions at which the target predicts the drafter's token of this rank."""
+    """Acceptance rate by the number of drafted tokens before (all correct) and by rank: the share
+    of positions at which the target predicts the drafter's token of this rank."""
     places: tuple[int, ...]
-    """Number of counted positions, by the same number."""
+    """Number of counted positions, by the number of drafted tokens before."""
     draw: Draws | None = None
-    """Way in which its tokens were drawn; None if they were the most probable ones."""
+    """Way in which the tokens were drawn; None if they were the most probable ones."""
 
     def save(self, path: Path) -> None:
         write_json(path, asdict(self))
 
 
 def load_acceptance(path: str | Path) -> Acceptance:
-    """Load measured shares from a file. Raises InputError if the file is missing or broken."""
+    """Load measured acceptance rates from a file. Raises InputError if the file is missing or
+    broken."""
     file = Path(path)
     if not file.is_file():
         raise InputError(f"planned: there is no {file}; {MEND}")
@@ -63,17 +64,19 @@ def _load(file: Path, changed: int) -> Acceptance:
 def best_shape(
     shares: Sequence[Sequence[float]], nodes: int
 ) -> tuple[list[int], float]:
-    """Return the tree of at most `nodes` tokens of which the target is expected to accept the most,
-    and that number. A shape is the number of children of the prefix and of each token, level by
-    level. `shares` are an Acceptance's: a token's probability does not depend on the tokens before
-    it."""
+    """Return the tree of at most `nodes` tokens with the highest expected number of accepted
+    tokens, and that number.
+
+    The tree is the number of children of the prefix and of each token, level by level. `shares` are
+    those of an Acceptance: a token's acceptance rate depends on its level and rank alone.
+    """
     depth = len(shares)
     ranks = len(shares[0])
-    # what n tokens are worth after a token of the level that is looked at
+    # expected accepted tokens from n descendants of a token of this level
     below: NDArray[np.float64] = np.zeros(nodes + 1)
     splits: list[NDArray[np.int64]] = []
     for level in reversed(range(depth)):
-        # of a child with so many tokens in all
+        # the same for a child with n tokens, itself included, once it is accepted
         worth = np.concatenate([[0.0], 1 + below[:-1]])
         rest = np.zeros(nodes + 1)
         split = np.zeros((ranks, nodes + 1), np.int64)
@@ -92,9 +95,9 @@ def best_shape(
 
 
 def _counts(splits: Sequence[NDArray[np.int64]], nodes: int) -> list[int]:
-    """Return the number of children of the prefix and of each token, level by level. `splits` holds
-    for each level [ranks, n] the number of n remaining tokens that a child of a rank takes with its
-    descendants; 0 for none."""
+    """Return the number of children of the prefix and of each token, level by level. `splits` has
+    for each level [ranks, n]: of n remaining tokens, the number that the child of a rank takes with
+    its descendants; 0 for no child."""
     counts = list[int]()
     sizes = [nodes]
     for split in splits:

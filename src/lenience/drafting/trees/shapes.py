@@ -27,49 +27,51 @@ from lenience.drafting.trees.growing import (
 from lenience.drafting.trees.planning import BUILT_IN, best_shape, load_acceptance
 
 LARGEST = 1024
-"""Number of tokens that a tree may have."""
+"""Maximum number of tokens in a tree."""
 SIZES = (4, 8, 16, 32, 64)
-"""Those that the fastest one is picked from."""
+"""Sizes of trees among which `auto` chooses."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """One named shape."""
+    """A named shape of drafts."""
 
     name: ClassVar[str]
     is_chain: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
-        """Return how many tokens it has at most."""
+        """Return the maximum number of tokens in the tree; 0 for a chain."""
         raise NotImplementedError
 
     def columns(self, window: int) -> int:
-        """Return the largest number of tokens that any model reads for a window."""
+        """Return the maximum number of tokens that any model reads for a window."""
         return max(window, self.size)
 
     def choices(self) -> list[Tree]:
-        """Return the shapes that the fastest one is picked from; none where one is given."""
+        """Return the shapes among which to choose the fastest; empty for a given shape."""
         return []
 
     @property
     def draws(self) -> Draws | None:
-        """Return how its tokens are drawn when sampling; None where they are chosen."""
+        """Return the way in which tokens are drawn when sampling; None if they are chosen."""
         return None
 
     def drawn(self, ctx: Context) -> Draws | None:
-        """Return the same, None when greedy."""
+        """Return the way in which tokens are drawn in this context; None when greedy or if they are
+        chosen."""
         return None if ctx.greedy else self.draws
 
     def log_probs(self, logits: Tensor, ctx: Context) -> Tensor:
-        """Return […, V] processed logits → the log-probabilities that it grows by."""
+        """Return the log-probabilities […, V] that rank the tree's tokens, from processed logits
+        […, V]."""
         if self.drawn(ctx):
             return ctx.probs(logits).log()
         return ctx.log_probs(logits)
 
     def grow(self, expand: Expand, ctx: Context, ends: PathEnds) -> list[GrowingTree]:
-        """Return trees [B], grown by requesting distributions after the prefix and then level by
-        level, as long as any row continues."""
+        """Return [B] trees. Distributions are requested after the prefix and then level by level,
+        as long as any row continues."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -90,11 +92,11 @@ class Chain(Tree):
 
 @dataclass(frozen=True)
 class Ranked(Tree):
-    """A tree of one shape after every prefix, where each token has a rank among its siblings.
+    """A tree of one shape after every prefix, in which each token has a rank among its siblings.
 
     When sampling, `draw` draws siblings from the drafter's distribution one after another:
     with-replacement (SpecInfer, Miao 2023, section 4.3) or without-replacement (Sequoia, Chen 2024,
-    section 3.2). Otherwise they are the most probable tokens, the most probable first.
+    section 3.2). Otherwise siblings are the most probable tokens, in descending order.
     """
 
     draw: str | None = field(default=None, kw_only=True)
@@ -133,8 +135,8 @@ class Ranked(Tree):
 @dataclass(frozen=True)
 class Cartesian(Ranked):
     """Draft a tree with a fixed number of children per level (Medusa, Cai 2024, section 2.1.2).
-    `cartesian:4,3,2` has 4 tokens after the prefix, 3 after each of these, and 2 after each of
-    those."""
+    `cartesian:4,3,2` has 4 tokens after the prefix, 3 children of each of them, and 2 children of
+    each child."""
 
     widths: spec.NUMBERS
     name = "cartesian"
@@ -167,8 +169,8 @@ class Cartesian(Ranked):
 @dataclass(frozen=True)
 class Shape(Ranked):
     """Draft a tree given by the number of children of the prefix and of each token, level by level.
-    `shape:2,1` has two tokens after the prefix and one after the first of them. Tokens that are
-    left out have no children."""
+    `shape:2,1` has two tokens after the prefix and one after the first of them. Tokens without a
+    number have no children."""
 
     children: spec.NUMBERS
     name = "shape"
@@ -208,9 +210,9 @@ class Shape(Ranked):
 
 @dataclass(frozen=True)
 class Planned(Tree):
-    """Draft the tree of `nodes` tokens of which the target is expected to accept the most, from
-    measured acceptance (Sequoia, Chen 2024, section 3.1). `lenience fit RUN --tree` measures it
-    into RUN/tree.json; without a path it is that of the built-in pair's draft. The result is a
+    """Draft the tree of `nodes` tokens with the highest expected number of accepted tokens, from
+    measured acceptance rates (Sequoia, Chen 2024, section 3.1). `lenience fit RUN --tree` writes
+    the rates to RUN/tree.json. Default: the rates of the built-in pair's draft. The tree becomes a
     `Shape`."""
 
     nodes: int
@@ -224,7 +226,7 @@ class Planned(Tree):
             raise InputError(f"planned's nodes {self.nodes}: must be 1 or more")
 
     def shape(self, depth: int | None = None) -> Shape:
-        """Return the best shape of at most `depth` levels, or of any number."""
+        """Return the best shape of at most `depth` levels, or of any depth if None."""
         counts, _ = best_shape(load_acceptance(self.path).shares[:depth], self.nodes)
         while counts[-1] == 0:
             counts.pop()
@@ -233,10 +235,10 @@ class Planned(Tree):
 
 @dataclass(frozen=True)
 class Dynamic(Tree):
-    """Draft the `nodes` tokens with the most probable paths (EAGLE-2, Li 2024, section 4). Level by
-    level the `top` most probable tokens are extended, each by its `top` most probable ones, and the
-    best of all tokens met are kept. The depth is at most `window`, or `depth`; growing ends where
-    no deeper token could be among the best."""
+    """Draft the `nodes` tokens with the most probable paths (EAGLE-2, Li 2024, section 4). Each
+    level extends the `top` most probable paths by their `top` most probable tokens, and the best of
+    all tokens are kept. The depth is at most `window`, and at most `depth` if given. Growing ends
+    when no deeper token could be among the best."""
 
     nodes: int
     depth: int | None = None
@@ -244,8 +246,8 @@ class Dynamic(Tree):
     temperature: float = 1.0
     """Temperature of the distributions that rank paths: above 1 for an overconfident drafter."""
     least: float = 0.0
-    """It goes no deeper after a level by which the sum of its paths' probabilities, as many tokens
-    as should be kept of it, has grown by less (OPT-Tree, Wang 2024, section 3.2)."""
+    """Minimum gain of a level: the tree grows no deeper after a level that adds less to the sum of
+    its best paths' probabilities (OPT-Tree, Wang 2024, section 3.2)."""
     name = "dynamic"
 
     def __post_init__(self) -> None:
@@ -298,8 +300,8 @@ class Dynamic(Tree):
 @dataclass(frozen=True)
 class Auto(Tree):
     """Pick the fastest of a chain and trees of several sizes by measuring, together with window
-    "auto". The trees are dynamic or, with a `path`, planned ones (Sequoia, Chen 2024, section 3.3:
-    the size follows from the cost of passes)."""
+    "auto". The trees are dynamic or, with a `path`, planned (Sequoia, Chen 2024, section 3.3: the
+    size follows from the cost of passes)."""
 
     path: str | None = None
     name = "auto"
