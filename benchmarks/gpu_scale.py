@@ -101,7 +101,7 @@ def commands(
         "--rule",
         "fuzzy:js@0.3",
     ]
-    timed = ["--timed", "4", "--tuning", "2", "--repeats", "1"] if bench.toy else []
+    timed = ["--timed", "4", "--repeats", "1", "--window", "8"] if bench.toy else []
     return {
         "mine": ["mine", *models, "--limit", samples, "--out", str(run)],
         "fit": ["fit", str(run)],

@@ -63,6 +63,12 @@ def home(
     return folder
 
 
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of exported tiny models: shared by the tests that export, hidden from others."""
+    monkeypatch.setenv("LENIENCE_CACHE", os.environ["LENIENCE_CACHE"] + "/tiny")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases that slow.txt names."""

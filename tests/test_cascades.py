@@ -212,6 +212,7 @@ def test_layers_left_out_are_those_of_the_model(
     torch.testing.assert_close(lm.model(ids).logits, before)
 
 
+@pytest.mark.usefixtures("graphs")
 def test_own_layers_are_exported_with_the_target(
     checkpoints: Callable[[str], tuple[str, str]], llama: Pair
 ) -> None:

@@ -354,6 +354,7 @@ def test_a_checkpoint_of_another_kind_is_refused(llama: Pair, tmp_path: Path) ->
     refused(f"eagle:{folder}", "holds more than tensors")
 
 
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("recorded", [False, True], ids=["exported", "recorded"])
 def test_features_of_exported_and_recorded_passes(
     recorded: bool,

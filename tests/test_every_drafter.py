@@ -79,6 +79,7 @@ def test_strict_answers_are_the_targets_own(
     answers_as_the_target(pairs(name), folder, list(SPECS), sizes)
 
 
+@pytest.mark.usefixtures("graphs")
 def test_strict_answers_of_exported_passes_are_the_targets_own(
     folder: Path, checkpoints: Callable[[str], tuple[str, str]]
 ) -> None:

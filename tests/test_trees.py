@@ -122,6 +122,7 @@ def test_any_prompts_are_answered_through_any_tree_as_by_the_target(
     ]
 
 
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("recorded", [False, True], ids=["exported", "recorded"])
 def test_trees_through_exported_and_recorded_passes(
     recorded: bool, checkpoints: Callable[[str], tuple[str, str]]
@@ -492,6 +493,7 @@ def test_a_tree_of_the_same_tokens_and_other_parents_is_read_anew(llama: Pair) -
     torch.testing.assert_close(again, fresh)
 
 
+@pytest.mark.usefixtures("graphs")
 def test_a_tree_that_is_read_in_parts_is_read_rightly(
     checkpoints: Callable[[str], tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,6 +509,7 @@ def test_a_tree_that_is_read_in_parts_is_read_rightly(
     assert [out.tokens for out in outs] == [out.tokens for out in alone]
 
 
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("drafter", ["model", "suffix|model"])
 def test_rows_at_the_end_of_a_context_and_others_share_trees(
     drafter: str, checkpoints: Callable[[str], tuple[str, str]]

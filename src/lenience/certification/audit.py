@@ -1,4 +1,4 @@
-"""Audits of a certificate: a share of live prompts is also decoded strictly."""
+"""Audits of a certificate: a share of live prompts is also decoded by the target alone."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from lenience.tasks.rows import USUAL_FIELDS, Fields, read_rows
 _random = random.SystemRandom()
 """Random choice of live prompts. A new draw in each process catches every frequent prompt."""
 AUDITABLE = ("paired", "disagreement")
-"""The losses that live prompts tell."""
+"""Losses that live prompts can show."""
 
 
 class AuditConfig(Record):
-    """How an audit is made."""
+    """Settings of an audit."""
 
     share: float = 0.05
     """Share of the prompts to audit."""
     confidence: float = 0.95
-    """A drift is told wrongly, ever, with a chance of at most one less this."""
+    """Probability of never raising a false alarm."""
     seed: int = 0
     """Random seed for choosing a file's rows."""
 
     def check(self) -> None:
-        """Raise InputError for a value that is none."""
+        """Raise InputError for a value out of range."""
         if not 0 < self.share <= 1:
             raise InputError(f"share {self.share}: must be in (0, 1]")
         if not 0 < self.confidence < 1:
@@ -57,13 +57,13 @@ class AuditConfig(Record):
 
 
 class AuditLine(Record):
-    """A line of audit.jsonl: an audited prompt, or how many have been answered."""
+    """A line of audit.jsonl: an audited prompt, or the number of prompts answered so far."""
 
     certified: str
-    """The certified rule, and the data of its certificate, that the line is about."""
+    """Certified rule; `data` is the digest of its certificate's prompts."""
     data: str
     seen: int
-    """Number of prompts that had been answered."""
+    """Number of prompts answered so far."""
     prompt: Any = None
     loss: float | None = None
     """Loss of the audited prompt; None if it was not audited."""
@@ -79,27 +79,26 @@ class AuditLine(Record):
 
 @dataclass(frozen=True)
 class State:
-    """State of an audit."""
+    """The state of an audit."""
 
     seen: int
-    """Prompts answered."""
+    """Number of prompts answered so far."""
     audited: int
     losses: float
     interval: tuple[float, float]
-    """A confidence sequence's for the mean loss: it holds at all times together."""
+    """Interval of a confidence sequence for the mean loss, valid at all times simultaneously."""
     drifted: bool
     """True if the counted loss is above the certified limit. The probability of ever being wrong is
     at most 1 − confidence. Without references the loss is the disagreement, which may exceed the
-    limit while the certified loss does not."""
+    limit although the certified loss does not."""
     loss: str
     unreferenced: int
-    """Number of audited prompts with a known disagreement only, of which a paired loss is a
-    part."""
+    """Number of audited prompts without a reference, whose disagreement counts as the loss."""
 
 
 @dataclass(frozen=True)
 class LivePrompt:
-    """An answered prompt, with its reference if known, and further data of its task."""
+    """An answered prompt, with its reference if known and its metadata."""
 
     prompt: Prompt
     reference: str | None = None
@@ -107,13 +106,13 @@ class LivePrompt:
 
     @property
     def content(self) -> str:
-        """Return the prompt's identity."""
+        """Return the digest of prompt and reference."""
         return digest([self.prompt, self.reference])
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Where in a file a prompt stands."""
+    """The position of a prompt in a file."""
 
     number: int
     content: str
@@ -121,13 +120,15 @@ class _Row:
 
 
 class Audit:
-    """Watches the answers of "certified:RUN": a server calls `see` with each. Of the prompts a
-    random share is also decoded by the target alone. With a reference the loss is the paired one,
-    without one the disagreement of the answers, of which the paired loss is a part: then alarms do
-    not come late, but may come though nothing more is lost. RUN/audit.jsonl keeps everything:
-    threads may share an audit, processes that watch the same run have one count and one alarm, and
-    a server may be started again. Raises InputError where there is nothing to watch, or for a task
-    that finds or compares answers otherwise than the certificate's.
+    """An audit of the answers of "certified:RUN"; a server calls `see` with each answer.
+
+    A random share of the prompts is also decoded by the target alone. With a reference the loss is
+    the paired loss. Without a reference it is the disagreement of the answers, which includes the
+    paired loss, so alarms are never late but may be false.
+
+    RUN/audit.jsonl keeps the audit. Threads may share it, processes that audit the same run share
+    one count and one alarm, and a restarted server resumes. Raises InputError if there is nothing
+    to watch, or if the task finds or compares answers differently from the certificate's.
     """
 
     def __init__(
@@ -164,11 +165,10 @@ class Audit:
         self.seen = 0
         self.unreferenced = 0
         self.rows = dict[tuple[int, str], int]()
-        """The rows of files that are done, by number and content: what was seen before their
-        file."""
+        """Number of prompts seen before the file of each audited row, by row number and content."""
         self._lock = threading.Lock()
         self._unsaid = 0
-        """Number of prompts answered here since the last line."""
+        """Number of prompts answered by this process since its last line."""
         self.journal = Journal(run / "audit.jsonl")
         self._tail = JournalTail(self.journal.path)
         assert self.certificate.certified is not None
@@ -190,7 +190,7 @@ class Audit:
             yield
 
     def _write(self, line: AuditLine) -> None:
-        """Add a line while alone, and count it."""
+        """Write a line and count it; the lock must be held."""
         self.journal.write(line.to_json())
         assert len(self._tail.new()) == 1
         self._count(line)
@@ -203,8 +203,8 @@ class Audit:
         return float(uniform(torch.tensor([key]))[0]) < self.config.share
 
     def chosen(self, prompts: Sequence[LivePrompt]) -> list[int]:
-        """Return which rows of a file are audited. Raises InputError, by row, for a prompt that
-        cannot be used."""
+        """Return the indices of a file's rows to audit. Raises InputError, with the row, for a
+        prompt that cannot be used."""
         rows = []
         for row, live in enumerate(prompts):
             try:
@@ -263,7 +263,7 @@ class Audit:
             return self._state()
 
     def _gradable(self, live: LivePrompt) -> str | None:
-        """Return a prompt's reference; None where no answer can be the same as it, and nothing
+        """Return a prompt's reference; None if no answer can equal it, so that nothing could be
         lost."""
         if live.reference is None:
             return None
@@ -273,7 +273,7 @@ class Audit:
         return None if ungradable(self.task, [sample]) else live.reference
 
     def _loss(self, live: LivePrompt, text: str, alone: Generation) -> float:
-        """Return the loss on a prompt; its reference, if any, can be right."""
+        """Return the loss on a prompt, 0 or 1; its reference, if any, must be gradable."""
         task = self.task
         reference = live.reference
         prompt: Any = live.prompt  # token ids too, which no task's own samples have
@@ -289,7 +289,7 @@ class Audit:
         return float(task.same(lenient, strict, sample) is not True)
 
     def reach(self, seen: int) -> None:
-        """Note that `n` prompts have been answered, the last of which were not audited."""
+        """Record that `seen` prompts have been answered, the last of which were not audited."""
         with self._alone():
             if seen > self.seen:
                 self._write(AuditLine(**self._about, seen=seen))
@@ -329,7 +329,8 @@ class Audit:
 
 
 def _watchable(run: Path) -> Certificate:
-    """Return a run's certificate. Raises InputError where it leaves nothing to watch."""
+    """Return a run's certificate. Raises InputError if nothing is certified, or if live prompts
+    cannot show its loss."""
     certificate = read_certificate(run)
     if not certificate.holds:
         why = "is withdrawn" if certificate.withdrawn else "certifies nothing"
@@ -346,8 +347,8 @@ def _watchable(run: Path) -> Certificate:
 
 
 def read_prompts(path: Path, fields: Fields = USUAL_FIELDS) -> list[LivePrompt]:
-    """Read the prompts of a JSONL file: prompt or messages, or the names in `fields`, and perhaps a
-    reference. Raises InputError with the line."""
+    """Read the prompts of a JSONL file. A row has prompt or messages, or the names in `fields`, and
+    optionally a reference. Raises InputError with the line."""
     prompts = []
     for where, row in read_rows(path):
         whole = row.get("prompt") is not None or "messages" in row
@@ -369,8 +370,8 @@ def audit(
     progress: Progress = silent,
 ) -> int:
     """Answer a share of a file's prompts with the certified rule and audit them. A row counts once,
-    also in a file that grows. Return the number of rows audited before. Raises InputError for an
-    unusable prompt, before any work."""
+    even if the file grows. Return the number of rows audited in earlier calls. Raises InputError
+    for an unusable prompt, before any work."""
     if batch_size < 1:
         raise InputError(f"batch_size {batch_size}: must be 1 or more")
     contents = [live.content for live in prompts]

@@ -39,22 +39,23 @@ if TYPE_CHECKING:
 
 
 AT_ONCE = 32
-"""Pairs of answers that a grader compares together."""
+"""Number of pairs of answers per call of a grader."""
 ENOUGH = 50
-"""On how many prompts the target's accuracy is looked at."""
+"""Number of prompts on which the target's accuracy is measured."""
 FEW = 500
-"""On how many one must be right where the target's accuracy is allowed to be low."""
+"""Number of prompts of which the target must answer one correctly if it may be weak."""
 
 
 @dataclass
 class Calibration:
-    """One question, its prompts and their answers. Answers in its folder are not decoded again."""
+    """A question with its prompts and their answers. Answers in its folder are not decoded
+    again."""
 
     pair: Pair
     task: Task
     config: CertifyConfig
     decoder: Decoder
-    """The options that all settings share, where one does not say otherwise."""
+    """Decoder with the options that all settings share unless they set their own."""
     prompts: Prompts
     attempt: Attempt
     folder: Path
@@ -66,7 +67,7 @@ class Calibration:
         self._stricter = {
             now: before for chain in self.chains() for before, now in pairwise(chain)
         }
-        """The setting whose answers may be those of each."""
+        """Next stricter setting of each setting, whose answers may be the same."""
 
     @property
     def ledger(self) -> Ledger:
@@ -74,25 +75,25 @@ class Calibration:
 
     @property
     def most(self) -> int:
-        """Return how many prompts there are at most."""
+        """Return the number of prompts available."""
         return len(self.prompts.rows)
 
     @property
     def test(self) -> Test:
-        """Return how each setting is tested."""
+        """Return the test of each setting."""
         return self.config.test(self.attempt.share)
 
     @property
     def decoded(self) -> int:
-        """Return how many answers have been decoded since."""
+        """Return the number of answers decoded by this object."""
         return self._answers.decoded
 
     def chains(self) -> list[list[Decoder]]:
-        """Return the settings that are tested, from strict to lenient."""
+        """Return the chains of settings to test, each from strict to lenient."""
         return self.config.chains(self.decoder)
 
     def answers(self, decoder: Decoder, n: int, phase: str = "") -> list[Answer]:
-        """Return the first n prompts' answers; `phase` is shown while they are decoded."""
+        """Return a setting's answers to the first n prompts; `phase` labels the progress."""
         samples = self.prompts.first(n)
         before = self._stricter.get(decoder)
         if before:
@@ -106,7 +107,7 @@ class Calibration:
         return self._get(decoder, samples, phase, shown)
 
     def alone(self, samples: Sequence[Sample], seed: int | None = None) -> list[Answer]:
-        """Return answers by the target alone; `seed` is that of a draw."""
+        """Return the answers of the target alone; `seed`, if given, is the seed of a draw."""
         decoder = self.decoder.with_options({"rule": "target"})
         if seed is not None and seed != decoder.seed:
             decoder = decoder.with_options({"seed": seed})
@@ -130,11 +131,11 @@ class Calibration:
     def beside(
         self, decoder: Decoder, lenient: Sequence[Answer]
     ) -> list[Answer | None]:
-        """Return the target's own answers to the first prompts, next to a setting's answers; None
-        where nothing can be lost.
+        """Return the target's own answer to the prompt of each of a setting's answers; None if
+        nothing can be lost on that prompt.
 
-        The target decodes only where it must. A greedy answer without a leniently accepted token is
-        its own, if the rule continues as the target does. A correct answer is no paired loss.
+        The target decodes only if needed. A greedy answer without a leniently accepted token is the
+        target's own, if the rule continues as the target does. A correct answer is no paired loss.
         """
         as_target = decoder.temperature == 0 and decoder.rule.goes_on_as_target
         paired = self.config.loss == "paired"
@@ -157,7 +158,7 @@ class Calibration:
         return np.mean([self._losses_of(d, n, phase) for d in self._draws(decoder)], 0)
 
     def _draws(self, decoder: Decoder) -> list[Decoder]:
-        """Return a setting with the seed of each draw."""
+        """Return a setting once per draw, with the draw's seed."""
         seeds = range(decoder.seed, decoder.seed + self.config.draws)
         return [decoder.with_options({"seed": seed}) for seed in seeds]
 
@@ -180,7 +181,7 @@ class Calibration:
     def _compare_together(
         self, own: Sequence[Answer | None], lenient: Sequence[Answer]
     ) -> None:
-        """Let a grader compare all answers in batches; its judgements are kept."""
+        """Let a grader compare all answers in batches; its judgements are cached."""
         rows = zip(lenient, own, self.prompts.rows)
         triples = [
             (answer.text, alone.text, sample) for answer, alone, sample in rows if alone
@@ -212,8 +213,8 @@ class Calibration:
     def _verdicts(
         self, sample: Sample, alone: Answer, lenient: Answer
     ) -> tuple[bool, bool]:
-        """Return whether the target's answer is right, and the lenient one; without a reference,
-        where they agree, both are the same."""
+        """Return True or False for the target's answer being right, and for the lenient one.
+        Without a reference, both are False if the answers agree or the label is missing."""
         if sample.reference is not None:
             return alone.correct, lenient.correct
         if self._agree(sample, alone, lenient) or alone.answer is None:
@@ -225,15 +226,14 @@ class Calibration:
         return one.correct, other.correct
 
     def _agree(self, sample: Sample, alone: Answer, lenient: Answer) -> bool:
-        """Return whether two responses have the same final answer."""
+        """Return True if two responses have the same final answer."""
         if alone.text == lenient.text:
             return True
         found: tuple[Any, Any] = lenient.answer, alone.answer
         return self.task.same(*found, sample) is True
 
     def _check_target(self) -> None:
-        """Raise InputError where the target is right on none of the first prompts, or on too
-        few."""
+        """Raise InputError if the target is right on none of the first prompts, or on too few."""
         samples = self.prompts.first(ENOUGH)
         if self.config.needs_references and any(
             sample.reference is None for sample in samples
@@ -259,8 +259,8 @@ class Calibration:
             )
 
     def _right(self, samples: Sequence[Sample]) -> float:
-        """Return how many samples the target answers rightly, those that are right in part as
-        such."""
+        """Return the number of samples that the target answers correctly; an answer that is right
+        by degree counts in part."""
         return float(values(self.task, self.alone(samples)).sum())
 
     def _looked_at(self) -> list[Answer]:
@@ -268,8 +268,8 @@ class Calibration:
         return self.alone(self.prompts.first(ENOUGH))
 
     def result(self, decoder: Decoder, tried: SettingResult) -> TriedSetting:
-        """Return how a setting's test ended; losses and bounds as they are asked for, also of the
-        net drop."""
+        """Return the outcome of a setting's test. Losses and bounds of the net loss are mapped back
+        to [−1, 1]."""
         losses = self.losses(decoder, tried.n)
         net = self.config.loss == "net"
         lenient = self.answers(decoder, tried.n)
@@ -292,19 +292,19 @@ class Calibration:
         )
 
     def _paired(self, decoder: Decoder, n: int) -> float | None:
-        """Return how many of n prompts the target alone answers rightly: with several draws a mean
-        over them; None for a task without references."""
+        """Return the number of the first n prompts on which the target is right and the setting
+        wrong, as a mean over draws; None if the loss needs no references."""
         if not self.config.needs_references:
             return None
         lost = [self._losses_of(draw, n) == 1 for draw in self._draws(decoder)]
         return int(lost[0].sum()) if len(lost) == 1 else float(np.mean(lost, 0).sum())
 
     def decoding_of(self, row: TriedSetting) -> Decoder:
-        """Return the whole decoder that was tried."""
+        """Return the decoder of a tested setting."""
         return row.decoder(self.decoder)
 
     def binds(self, decoder: Decoder, n: int) -> dict[str, Any]:
-        """Return all that a certificate of a setting, on the first n prompts, depends on."""
+        """Return the facts that a certificate of a setting on the first n prompts binds."""
         return {
             **self.pair.binding(decoder),
             **decoder.bound(),
@@ -314,8 +314,8 @@ class Calibration:
         }
 
     def lost_samples(self, decoder: Decoder, n: int) -> list[LostSample]:
-        """Return the prompts on which quality was lost, with both answers: those of the first draw
-        that lost it."""
+        """Return the prompts on which quality was lost, with both answers of the first draw that
+        lost it."""
         lost: dict[str, LostSample] = {}
         for draw in self._draws(decoder):
             losses = self._losses_of(draw, n).tolist()
@@ -327,8 +327,8 @@ class Calibration:
         return list(lost.values())
 
     def gained_samples(self, decoder: Decoder, n: int) -> list[LostSample]:
-        """Return the prompts, of those that the target has answered, on which it is wrong and a
-        setting right."""
+        """Return the prompts on which a setting is right and the target wrong, among those that the
+        target has answered."""
         if not self.config.needs_references:
             return []
         samples = self.prompts.first(n)
@@ -356,7 +356,7 @@ def _side_by_side(
 
 
 def _weak(task: Task, right: float, n: int) -> str:
-    """Return how seldom the target is right."""
+    """Return a phrase that says how seldom the target is right."""
     if task.by_degree:
         return f"the target's {task.measure} is {right / n:.3f} on {n} prompts"
     return (
@@ -365,7 +365,7 @@ def _weak(task: Task, right: float, n: int) -> str:
 
 
 def tokens_per_pass(answers: Iterable[Answer]) -> float:
-    """Return new tokens per pass of the target over all answers."""
+    """Return the new tokens per target pass over all answers."""
     counted = [(answer.tokens, answer.target_passes) for answer in answers]
     return sum(tokens for tokens, _ in counted) / max(
         1, sum(passes for _, passes in counted)
@@ -373,12 +373,12 @@ def tokens_per_pass(answers: Iterable[Answer]) -> float:
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
-    """Return a hash of the prompts' contents."""
+    """Return a digest of the samples' ids, prompts and references."""
     return digest([[sample.id, sample.prompt, sample.reference] for sample in samples])
 
 
 def _content(sample: Sample) -> str:
-    """Return the identity of a sample's answer and score."""
+    """Return a digest of all that a sample's answer and score depend on."""
     return digest(
         [sample.prompt, sample.reference, repr(dict(getattr(sample, "metadata", {})))]
     )
@@ -394,8 +394,8 @@ def calibration(
     use: str,
     progress: Progress,
 ) -> Iterator[Calibration]:
-    """Check and count a question, and draw its prompts, which are the same whenever the same is
-    asked. Raises InputError if another process works on the question."""
+    """Check a question, draw its prompts and count the attempt. The same question always gets the
+    same prompts. Raises InputError if another process works on the question."""
     check_question(pair, task, folder, config)
     asked = _asked(pair, task, config, use)
     key = digest(asked, 6, sort_keys=True)
@@ -426,7 +426,7 @@ def calibration(
 
 
 def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) -> None:
-    """Raise InputError for a wrong question, before any work."""
+    """Raise InputError for an impossible question, before any work."""
     for chain in config.chains():
         for decoder in chain:
             pair.check(decoder)
@@ -465,7 +465,7 @@ def warn_of_too_few(config: CertifyConfig, share: float) -> None:
 def _picked(
     pair: Pair, config: CertifyConfig, decoder: Decoder, prompts: Prompts, path: Path
 ) -> dict[str, Any]:
-    """Return the window, and how drafting ends, that were picked once for a question, for its most
+    """Return the window, stop condition and tree that were picked once for a question, on its most
     lenient setting."""
     if not path.exists():
         samples = prompts.for_window()
@@ -477,7 +477,7 @@ def _picked(
 
 
 def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str, Any]:
-    """Return the identity of a question: its models and heads by content, not by place."""
+    """Return the identity of a question, with models and heads by content instead of path."""
     question = config.to_json()
     chains = config.chains()
     by_rules = chains[: len(config.rules)]
@@ -500,7 +500,7 @@ def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str,
     asked["models"] = {
         role: {**model, "name": ""} for role, model in asked["models"].items()
     }
-    # how prompts are made is among what is bound
+    # the prompts' format is among the bound facts
     return {
         key: value
         for key, value in asked.items()

@@ -60,7 +60,7 @@ PROMISES_NOT = (
 
 
 class PlannedSetting(Record):
-    """Estimated cost of certifying a setting; None if it is too large to compute."""
+    """The estimated cost of certifying a setting; None if that takes more than the horizon."""
 
     rule: str
     pilot_loss: float
@@ -71,7 +71,7 @@ class PlannedSetting(Record):
 
 
 class Plan(Record):
-    """Estimated numbers of prompts for certificates, from a pilot."""
+    """The estimated cost of certificates, from a pilot."""
 
     plan: list[PlannedSetting]
     pilot: int
@@ -90,17 +90,17 @@ def certify(
     *,
     choose: Callable[[list[Decoder]], Decoder] | None = None,
 ) -> Certificate:
-    """Find the most lenient of the rules' settings whose loss is at most `max_drop` with the wanted
-    confidence, or none, and write the certificate to the run folder, see
+    """Find the most lenient of the rules' settings whose loss is at most `max_drop` with the given
+    confidence, if any, and write the certificate to the run folder, see
     `lenience.runs.certificate`.
 
     Learn-then-Test (Angelopoulos 2021): each rule's settings are tested from strict to lenient
-    until one does not pass, each on growing batches of prompts. Of several rules that pass, the one
-    with the most tokens per pass is certified; `choose` may choose among all settings that passed,
-    which hold jointly.
+    until one does not pass, each on growing batches of prompts. If several rules pass, the one with
+    the most tokens per pass is certified. `choose` may pick another among all settings that passed,
+    whose bounds hold jointly.
 
     The same question resumes, on more prompts if allowed, or returns its answer. Another question
-    is tested at the level that the ledger leaves it, and withdraws certificates that it
+    is tested with the error budget that the ledger has left, and withdraws certificates that it
     contradicts. Raises InputError, see `CertifyConfig`, `draw_rows` and `Labels`.
     """
     with calibration(
@@ -126,9 +126,9 @@ def certify(
 
 
 def save(folder: Path, certificate: Certificate) -> Path:
-    """Write a run's certificate. A certificate that certifies something is never overwritten:
-    another one moves it, with its page, to certificate-N.json, and one that certifies nothing is
-    written next to it."""
+    """Write a run's certificate and return its path. A certificate that certifies a setting is
+    never overwritten: a new one moves it, with its page, to certificate-N.json, and one that
+    certifies nothing is written next to it."""
     new = certificate.to_json()
     path = folder / FILE
     known = {
@@ -154,10 +154,10 @@ def save(folder: Path, certificate: Certificate) -> Path:
 
 @dataclass(frozen=True)
 class _Chains:
-    """How the tests of all settings ended."""
+    """The outcomes of all settings' tests."""
 
     tried: list[list[TriedSetting]]
-    """Each chain's settings as far as they were tested."""
+    """Tested settings of each chain."""
 
     @property
     def passed(self) -> list[list[TriedSetting]]:
@@ -166,14 +166,14 @@ class _Chains:
 
     @property
     def best(self) -> TriedSetting | None:
-        """Return the setting with the most tokens per pass among the last of each chain that
-        passed."""
+        """Return the setting with the most tokens per pass among the chains' most lenient settings
+        that passed; None if none passed."""
         last = [chain[-1] for chain in self.passed if chain]
         return max(last, key=lambda row: row.tokens_per_pass, default=None)
 
     @property
     def nearest(self) -> TriedSetting:
-        """Return the strictest setting that came nearest to passing."""
+        """Return the strictest setting of the chain that came nearest to passing."""
         return min((chain[0] for chain in self.tried), key=lambda row: row.upper_bound)
 
 
@@ -221,8 +221,8 @@ def _certificate(
 
 
 def _test_chain(on: Calibration, settings: list[Decoder]) -> list[TriedSetting]:
-    """Test settings from strict to lenient. Raises InputError where one passes only if prompts
-    whose references are asked for are not lost."""
+    """Test settings from strict to lenient. Raises InputError if a setting passes while references
+    of some of its prompts are missing."""
 
     def losses(j: int, n: int) -> NDArray:
         on.labels.wanted.clear()
@@ -297,7 +297,7 @@ def _procedure(on: Calibration) -> str:
 
 
 def _reason(config: CertifyConfig, row: TriedSetting) -> str:
-    """Return why nothing is certified."""
+    """Return the reason why nothing is certified."""
     rate = row.losses / row.n
     strictest = f"the strictest setting, {setting_name(row)}"
     if row.hopeless and _too_high(config, row):
@@ -313,8 +313,8 @@ def _reason(config: CertifyConfig, row: TriedSetting) -> str:
 
 
 def _too_high(config: CertifyConfig, row: TriedSetting) -> bool:
-    """Return whether a setting that was given up loses too much, but for a chance of FUTILITY, and
-    is not only out of reach with the prompts that there are."""
+    """Return True if a setting that was given up loses too much, at significance level FUTILITY,
+    and does not just lack prompts."""
     if not config.is_binary:
         return row.losses / row.n >= config.max_drop
     return bool(binom.sf(row.losses - 1, row.n, config.max_drop) <= FUTILITY)

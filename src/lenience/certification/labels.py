@@ -1,4 +1,4 @@
-"""References that a user gives only where they matter: where two answers differ."""
+"""References that a user gives only for prompts on which two answers differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lenience.tasks import Sample, Task, ungradable
 
 
 class Labels:
-    """The references in a JSONL file of id and reference, and those that are still to be given."""
+    """The references in a JSONL file of id and reference, and the rows still to be filled in."""
 
     def __init__(self, task: Task, path: Path | None):
         """Open a file of labels. Raises InputError if the file is broken."""
@@ -23,7 +23,7 @@ class Labels:
         self.rows = dict[str, dict[str, Any]]()
         """Rows of the file by id."""
         self.wanted = dict[str, dict[str, Any]]()
-        """The rows that are to be filled in, by id."""
+        """Rows that need a reference, by id."""
         if path is None or not path.exists():
             return
         for number, line in read_lines(path, "id and reference"):
@@ -36,7 +36,8 @@ class Labels:
                 raise InputError(f"{path}, line {number}: {why}") from None
 
     def of(self, sample: Sample, alone: Answer, lenient: Answer) -> Sample | None:
-        """Return the sample with its reference; None where that is to be given."""
+        """Return the sample with its reference. If the file has none, return None and add the
+        sample to the wanted rows."""
         given = self.rows.get(sample.id, {}).get("reference")
         if given is None:
             self.wanted[sample.id] = {
@@ -55,7 +56,8 @@ class Labels:
         return labelled
 
     def ask(self) -> None:
-        """Write the missing rows to the file, if there are any, and raise InputError."""
+        """Write the rows without a reference to the file, if there are any, and raise
+        InputError."""
         left = {id: row for id, row in self.wanted.items() if self._open(id)}
         if not left or self.path is None:
             return

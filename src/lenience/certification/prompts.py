@@ -1,4 +1,4 @@
-"""The prompts of a question: which rows they are, noted as used before they are."""
+"""The prompts of a question, recorded as used before their first use."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ TUNING = 8
 
 
 class Prompts:
-    """The rows of a question in the order in which they are used, each noted as used before it
-    is."""
+    """The rows of a question in order of use, each recorded as used before its first use."""
 
     def __init__(self, ledger: Ledger, lm: LM, task: Task, draw: Draw):
         self.ledger = ledger
@@ -39,7 +38,7 @@ class Prompts:
         self._taken = self.ledger.taken(self.draw)
 
     def first(self, n: int) -> list[Sample]:
-        """Return the first n, or as many as there are."""
+        """Return the first n rows, or all if there are fewer, and record them as used."""
         if self._noted < min(n, len(self.rows)):
             with self.ledger.held():
                 if self.ledger.taken(self.draw) != self._taken:
@@ -53,8 +52,8 @@ class Prompts:
         return self.rows[:n]
 
     def for_window(self) -> list[Sample]:
-        """Return prompts of their own on which an automatic window is picked. Raises InputError
-        where there are too few."""
+        """Return separate prompts for picking an automatic window. Raises InputError if too few are
+        left."""
         draw = replace(self.draw, n=TUNING, use="window")
         own = Prompts(self.ledger, self.lm, self.task, draw).first(TUNING)
         try:
@@ -66,7 +65,7 @@ class Prompts:
 
 
 def draw_of(pair: Pair, config: CertifyConfig, key: str, use: str) -> Draw:
-    """Return which prompts a question draws: none that a head it asks about has learned from, or
+    """Return the draw of a question. It avoids the training prompts of the question's heads and of
     the draft."""
     settings = list(chain.from_iterable(config.chains()))
     heads = {head.path: head for setting in settings for head in setting.heads}
@@ -83,8 +82,8 @@ def draw_of(pair: Pair, config: CertifyConfig, key: str, use: str) -> Draw:
 def check_references(
     task: Task, config: CertifyConfig, samples: Sequence[Sample]
 ) -> None:
-    """Raise InputError where references are needed and lack, or cannot be right: nothing could be
-    lost on such prompts."""
+    """Raise InputError if references are needed and missing, or equal no possible answer, so that
+    nothing could be lost."""
     if not config.needs_references:
         return
     if any(sample.reference is None for sample in samples) and not config.labels:

@@ -1,4 +1,4 @@
-"""What a certificate is asked for."""
+"""The question that a certificate answers."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ LOSSES: dict[str, str] = {
 }
 """Description of each loss, unless the task has its own."""
 BINARY = ("paired", "disagreement")
-"""The losses that are 0 or 1 for each prompt."""
+"""Losses that are 0 or 1 for each prompt."""
 EVER_NAMED = ("window", "stop", "temperature")
-"""The options that are part of every question's name; others only where they are not the
-defaults."""
+"""Options that are part of every question's identity; others only if they are not the defaults."""
 HORIZON = 50
-"""Over how many prompts the error is spent, times max_drop: 5,000 for 1 %."""
+"""Default horizon times max_drop: the error is spent over 5,000 prompts for 1 %."""
 
 
 @dataclass(frozen=True)
@@ -53,41 +52,41 @@ class CertifyConfig:
     says otherwise."""
 
     rules: tuple[str, ...] = ()
-    """Each stands for its settings from strict to lenient."""
+    """Rules to certify; each stands for its settings from strict to lenient."""
     settings: tuple[tuple[str, ...], ...] = ()
-    """Beside the rules, or in their place: chains of whole decoders, each from strict to
-    lenient, such as "judge:run/judge@0.99; window=16; stop=confidence:0.4"."""
+    """Chains of whole decoders to test besides the rules, each from strict to lenient. A decoder is
+    written like "judge:run/judge@0.99; window=16; stop=confidence:0.4"."""
     max_drop: float = 0.01
     confidence: float = 0.95
     loss: Loss = "paired"
     procedure: str = "auto"
     thresholds: tuple[float, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The options of decoding that were given; the length limit is the task's where it was not."""
+    """Decoding options that were given. The length limit defaults to the task's."""
     horizon: int | None = None
-    """Over how many prompts the error is spent: a question can go on so long; None for 50 /
-    max_drop, and four times as many where losses are not 0 or 1."""
+    """Number of prompts over which the error is spent, and the most that the question can ever use.
+    Default: 50 / max_drop, and four times as many for losses other than 0 and 1."""
     limit: int | None = None
-    """Maximum number of prompts for now. The question with a larger number resumes. None for three
-    fifths of the horizon, which gives most settings a good chance."""
+    """Maximum number of prompts for now; a larger number resumes the question. Default: three
+    fifths of the horizon, which gives most settings a good chance. Not part of the question."""
     ids: tuple[str, ...] = ()
     split: str = "train"
     allow_weak_target: bool = False
-    """Ask although the target is so seldom right that little can be lost by any decoder. No part
-    of the question."""
+    """True to certify although the target is right so seldom that any decoder loses little. Not
+    part of the question."""
     draws: int = 1
     """Number of sampled answers per prompt. The prompt stays the unit: its loss is the mean over
     its draws."""
     labels: Path | None = None
-    """A JSONL file that references are asked for in: where answers differ, and a prompt has none,
-    it is written there, and its reference read from there. No part of the question."""
+    """JSONL file for missing references. Prompts without a reference on which the answers differ
+    are written to it, and their references are read from it. Not part of the question."""
     speeds: Mapping[str, float] = field(default_factory=dict)
-    """Tokens per second of settings in a race, which are told beside their losses. No part of the
+    """Tokens per second of settings in a race, reported with their losses. Not part of the
     question."""
     command: str = ""
-    """Command that asks, for the certificate's page. Not part of the question."""
+    """Command line, for the certificate's page. Not part of the question."""
     home: Path | None = None
-    """Folder of the ledger; by default the user's. Not part of the question."""
+    """Folder of the ledger. Default: the user's data folder. Not part of the question."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -130,12 +129,12 @@ class CertifyConfig:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """Return the options of decoding, the rule left open."""
+        """Return the decoder of the given options; its rule is not part of the question."""
         return Decoder.of(self.options)
 
     def chains(self, shared: Decoder | None = None) -> list[list[Decoder]]:
-        """Return whole decoders from strict to lenient, for each rule and then for each given
-        chain; options that they do not name are those of `shared`, or of the question."""
+        """Return chains of decoders from strict to lenient: one for each rule, then the given
+        chains. Options that a decoder does not set come from `shared`, or from the question."""
         shared = shared or self.decoder
         chains = [
             [
@@ -150,7 +149,7 @@ class CertifyConfig:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the whole question, with options under their own names."""
+        """Return the question's identity, with decoding options under their own names."""
         decoder = self.decoder.to_json()
         named = {name: decoder[name] for name in EVER_NAMED}
         named["max_new_tokens"] = self.options.get("max_new_tokens")
@@ -179,18 +178,18 @@ class CertifyConfig:
 
     @property
     def is_binary(self) -> bool:
-        """Return whether each prompt's loss is 0 or 1."""
+        """Return True if each prompt's loss is 0 or 1."""
         return self.loss in BINARY and self.draws == 1
 
     def alpha(self, share: float) -> float:
-        """Return the error that each rule or chain may make, of the share that the question has;
-        several share it alike (Bonferroni)."""
+        """Return the error budget of each rule or chain, which split the question's `share` of the
+        error evenly (Bonferroni)."""
         return share * (1 - self.confidence) / (len(self.rules) + len(self.settings))
 
     @property
     def least_accuracy(self) -> float:
-        """Return the lowest accuracy of the target that may be certified. A loss is a part of the
-        target's correct answers, so a weak target would certify anything."""
+        """Return the minimum accuracy required of the target. A loss is a part of the target's
+        correct answers, so a weak target would certify anything."""
         return 0.0 if self.allow_weak_target else min(10 * self.max_drop, 0.5)
 
     @property
@@ -198,7 +197,7 @@ class CertifyConfig:
         return self.loss in ("paired", "net")
 
     def needs_target_right(self, task: Task) -> bool:
-        """Return whether no more can be lost than the target gets right."""
+        """Return True if a target that is seldom right would hide losses."""
         if self.loss == "disagreement":
             return task.same_where_wrong
         return self.needs_references or task.by_degree
@@ -210,22 +209,22 @@ class CertifyConfig:
 
     @property
     def bound(self) -> float:
-        """Return the limit of the loss as it is tested, in [0, 1]."""
+        """Return the limit of the tested loss, in [0, 1]; the net loss is mapped from [−1, 1]."""
         return (1 + self.max_drop) / 2 if self.loss == "net" else self.max_drop
 
     @property
     def at_par(self) -> float:
-        """Return the loss, as it is tested, of an answer that is as good as the target's."""
+        """Return the tested loss of an answer that is as good as the target's."""
         return 0.5 if self.loss == "net" else 0.0
 
     @property
     def spent_over(self) -> int:
-        """Return the horizon. Losses that are not 0 or 1 take more prompts."""
+        """Return the horizon, in prompts. Losses other than 0 and 1 take more prompts."""
         usual = math.ceil(HORIZON / self.max_drop)
         return self.horizon or (usual if self.is_binary else 4 * usual)
 
     def test(self, share: float) -> Test:
-        """Return how one setting is tested, of the question's share of the error."""
+        """Return the test of one setting, given the question's share of the error."""
         given = self.bound, self.alpha(share), self.spent_over
         paired = self.loss == "net" and self.draws == 1
         if paired and self.procedure in ("auto", "betting"):
@@ -234,8 +233,8 @@ class CertifyConfig:
         return TESTS[automatic if self.procedure == "auto" else self.procedure](*given)
 
     def num_prompts(self) -> int:
-        """Return all that are named, or as many as the error is for the most part spent by. At most
-        the limit, and the horizon."""
+        """Return the number of prompts to draw: all named ids, or as many as spend most of the
+        error. At most the limit and the horizon."""
         if self.ids:
             return min(len(self.ids), self.limit or len(self.ids), self.spent_over)
         return min(self.limit or math.ceil(COMMON * self.spent_over), self.spent_over)
@@ -243,13 +242,15 @@ class CertifyConfig:
     def sample_size(
         self, losses: NDArray, share: float, least: float = 0.0
     ) -> int | None:
-        """Return how many prompts it would take to certify, four times in five, a setting that
-        loses like these, and at least `least` on average where they are 0 or 1."""
+        """Return the number of prompts that certifies a setting with losses like these four times
+        in five; None if more than the horizon. If losses are 0 or 1, their mean counts as at least
+        `least`."""
         test = self.test(share)
         if isinstance(test, Binomial):
             return sample_size(test, max(float(losses.mean()), least))
         return sample_size_by_trial(test, losses)
 
     def least_prompts(self, share: float) -> int | None:
-        """Return how many it takes to certify a setting that never loses or gains anything."""
+        """Return the number of prompts that certifies a setting that never loses or gains
+        anything."""
         return self.sample_size(np.full(1, self.at_par), share)

@@ -1,4 +1,4 @@
-"""Which answers of a stricter setting are also those of a more lenient one."""
+"""Reuse of a stricter setting's answers by a more lenient setting."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MARGIN = 1e-5
 
 
 def is_same(answer: Answer, strict: Decoder, lenient: Decoder) -> bool:
-    """Return whether a stricter setting's answer is the lenient one's too: where they differ in the
-    threshold of one judge, and no token that it rejected has a score that the lower threshold
-    reaches, every verdict is the same, and so is all that follows."""
+    """Return True if a stricter setting's answer is also the lenient setting's: they differ only in
+    the threshold of one judge, and no rejected token's score reaches the lower threshold. Then all
+    verdicts are the same."""
     threshold = _lower_threshold(strict, lenient)
     if threshold is None or answer.closest is None:
         return False
@@ -25,7 +25,8 @@ def is_same(answer: Answer, strict: Decoder, lenient: Decoder) -> bool:
 
 
 def _lower_threshold(strict: Decoder, lenient: Decoder) -> float | None:
-    """Return the threshold of the lenient one's judge, where that is all that differs."""
+    """Return the threshold of the lenient setting's judge, if it is lower and the only difference;
+    otherwise None."""
     if replace(strict, rule=lenient.rule) != lenient:
         return None
     first = strict.rule

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FUTILITY = 0.05
-"""A setting is given up where its loss is above the limit but for a chance of this. It cannot make
+"""P-value of "the loss is at most the limit" at which a setting is given up. Giving up cannot cause
 a false certificate."""
 BATCH = 32
-"""Number of losses per look."""
+"""Number of losses between looks."""
 COMMON = 0.6
 """Share of the horizon by which most tests should have ended."""
 EARLY = 0.9
@@ -28,8 +28,8 @@ EARLY = 0.9
 
 @dataclass(frozen=True)
 class Test:
-    """A test of "the mean loss is above `limit`" which ever passes, up to `horizon` losses, with a
-    chance of at most `alpha` where it is."""
+    """A sequential test that a mean loss is at most `limit`. If the mean is above the limit, the
+    test passes within `horizon` losses with probability at most `alpha`."""
 
     __test__ = False  # no test for pytest
 
@@ -40,42 +40,42 @@ class Test:
     said: ClassVar[str]
 
     def passed_at(self, losses: NDArray) -> int | None:
-        """Return after how many of the losses [n], in the order fixed before, the test first
-        passes; None if it never does."""
+        """Return the number of losses after which the test first passes; None if it never does.
+        `losses` [n] are in [0, 1], in an order fixed beforehand."""
         raise NotImplementedError
 
     def bound(self, losses: NDArray) -> float:
-        """Return an upper bound of the mean with confidence 1 − alpha, where the test ended after
-        these: at most the limit where it passes then."""
+        """Return an upper bound of the mean with confidence 1 − alpha, if the test ended after
+        these losses [n]; at most the limit if the test passes then."""
         raise NotImplementedError
 
     def futile(self, losses: NDArray, most: int) -> bool:
-        """Return whether going on to `most` losses is of no use."""
+        """Return True if continuing to `most` losses is pointless."""
         return hoeffding_bentkus(1 - losses, 1 - self.limit) <= FUTILITY
 
     def spent(self, n: float) -> float:
-        """Return the error allowed up to n losses, whenever one looks: half of it by a sixth of the
-        horizon, so that a clear case is settled soon."""
+        """Return the error allowed up to n losses, whatever the looks: about half of alpha by a
+        sixth of the horizon, so that a clear case ends soon."""
         most = min(1.0, n / (COMMON * self.horizon)) ** 0.5
         return self.alpha * (EARLY * most + (1 - EARLY) * min(1.0, n / self.horizon))
 
 
 @dataclass(frozen=True)
 class Binomial(Test):
-    """For losses of 0 or 1: an exact binomial test after each loss. The bound orders outcomes by
-    when they end and then by losses (Jennison and Turnbull 2000, section 12.4)."""
+    """A test for losses of 0 or 1: an exact binomial test after each loss. The bound orders
+    outcomes by when they end and then by losses (Jennison and Turnbull 2000, section 12.4)."""
 
     name = "binomial"
     said = "an exact binomial test"
 
     @cached_property
     def boundary(self) -> list[int]:
-        """Return [c]: from how many prompts on c losses pass. Losses only grow, so that nothing
-        passes at a number of prompts that is not in it."""
+        """Return the decision boundary: entry c is the number of prompts from which c losses pass.
+        Losses only grow, so a test can pass only at these numbers."""
         found = list[int]()
-        # as many losses or more never pass
+        # this many losses or more never pass
         size = math.ceil(self.horizon * self.limit) + 1
-        # of 0, 1, … losses, none having passed
+        # probabilities of 0, 1, … losses without having passed
         chances = np.eye(1, size)[0]
         passed = 0.0
         now = 0
@@ -91,8 +91,9 @@ class Binomial(Test):
         return found
 
     def _prompts_left(self, now: int, passed: float, chance: float) -> int | None:
-        """Return how many prompts after `now` may let those pass of which none is a loss, which at
-        the limit comes with `chance` so far, `passed` being spent."""
+        """Return the smallest number of prompts after `now`, none of them lost, that may pass; None
+        if beyond the horizon. At the limit, the losses so far have probability `chance`, and
+        `passed` of the error is spent."""
 
         def affordable(more: int) -> bool:
             return passed + chance * (1 - self.limit) ** more <= self.spent(now + more)
@@ -109,7 +110,8 @@ class Binomial(Test):
         return None
 
     def chance(self, mean: float, n: int, losses: int) -> float:
-        """Return the chance to pass before n losses, or else to have at most `losses` of 1 then."""
+        """Return the probability of passing before n prompts, or else of at most `losses` losses
+        among n, at this mean loss."""
         size = max(losses, len(self.boundary)) + 1
         chances = np.ones(1)
         passed = 0.0
@@ -124,7 +126,7 @@ class Binomial(Test):
         return passed + float(_after(chances, n - now, mean, size)[: losses + 1].sum())
 
     def power(self, mean: float, n: int) -> float:
-        """Return the chance that a setting of this mean loss passes within n prompts."""
+        """Return the probability that a setting of this mean loss passes within n prompts."""
         reached = [at for at in self.boundary if at <= n]
         return self.chance(mean, reached[-1], len(reached) - 1) if reached else 0.0
 
@@ -145,13 +147,14 @@ class Binomial(Test):
 
 
 def _after(chances: NDArray, more: int, mean: float, size: int) -> NDArray:
-    """Return the probabilities of 0, 1, … losses, `size` of them, after further prompts."""
+    """Return the probabilities [size] of 0, 1, … losses after `more` further prompts."""
     steps = binom.pmf(np.arange(size), more, mean)
     return np.pad(np.convolve(chances, steps), (0, size))[:size]
 
 
 def _first_true(holds: Callable[[int], bool], most: int) -> int | None:
-    """Return the least number from 1 to `most` from which on `holds`, which is monotone."""
+    """Return the smallest number from 1 to `most` for which the monotone `holds` is true; None if
+    there is none."""
     if most < 1 or not holds(most):
         return None
     low = 0
@@ -164,8 +167,8 @@ def _first_true(holds: Callable[[int], bool], most: int) -> int | None:
 
 @dataclass(frozen=True)
 class HoeffdingBentkus(Test):
-    """For losses in [0, 1]: Hoeffding–Bentkus p-values (Bates 2021; Angelopoulos 2021, section
-    3.2), at a few looks, each at the error that is spent there."""
+    """A test for losses in [0, 1] by Hoeffding–Bentkus p-values (Bates 2021; Angelopoulos 2021,
+    section 3.2), at a few looks, each at the level that is spent there."""
 
     name = "hoeffding-bentkus"
     said = "Hoeffding–Bentkus bounds"
@@ -204,16 +207,16 @@ class HoeffdingBentkus(Test):
 
 @dataclass(frozen=True)
 class Betting(Test):
-    """For losses in [0, 1]: the wealth of bets against "the mean is above the limit", which ever
-    reaches 1 / alpha with a chance of at most alpha (Waudby-Smith and Ramdas 2024, section 5):
-    spread over many stakes, the diversified Kelly bet."""
+    """A test for losses in [0, 1] by bets against "the mean is above the limit". If the mean is
+    above it, the wealth ever reaches 1 / alpha with probability at most alpha (Waudby-Smith and
+    Ramdas 2024, section 5). The bet is spread over many stakes (diversified Kelly)."""
 
     name = "betting"
     said = "a betting confidence sequence"
 
     def wealth(self, losses: NDArray, mean: float) -> NDArray:
-        """Return the capital after each of the losses […, n], from a capital of 1 that bets that
-        they are below `mean`."""
+        """Return the wealth after each of the losses […, n], starting from 1, of a bet that their
+        mean is below `mean`."""
         return wealth(losses, mean)
 
     def passed_at(self, losses: NDArray) -> int | None:
@@ -228,8 +231,8 @@ class Betting(Test):
 
 @dataclass(frozen=True)
 class PairedBetting(Betting):
-    """For the net loss of paired answers, 0 for a gain, 1/2 for a tie, 1 for a loss: bets whose
-    stakes follow how many answers differ, as Kelly's do where that is known."""
+    """A betting test for the net loss of paired answers: 0 for a gain, 1/2 for a tie, 1 for a loss.
+    The stakes follow the share of answers that differ, as Kelly's do if that share is known."""
 
     said = "a betting confidence sequence whose stakes follow the share of answers that differ"
 
@@ -243,7 +246,7 @@ TESTS: dict[str, type[Test]] = {
 
 
 def hoeffding_bentkus(losses: NDArray, mean: float) -> float:
-    """Return the p-value of "the mean is `mean` or more"."""
+    """Return the p-value of "the mean is `mean` or more" for losses [n] in [0, 1] (Bates 2021)."""
     n = len(losses)
     seen = min(float(losses.mean()), mean)
     if not 0 < mean < 1:
@@ -256,16 +259,16 @@ def hoeffding_bentkus(losses: NDArray, mean: float) -> float:
 
 
 STAKES = np.arange(1, 33) / 32
-"""Stakes as shares of the largest stake without debt, evenly spaced, for the bet that rare losses
-are rarer still."""
+"""Stakes for the bet that rare losses are rarer still: evenly spaced shares of the largest stake
+without debt."""
 SMALL = np.geomspace(1 / 256, 1, 14)
-"""Small stakes for the bet that rare losses are less rare."""
+"""Stakes, many of them small, for the bet that rare losses are less rare."""
 
 
 def wealth(losses: NDArray, mean: float, stakes: NDArray = STAKES) -> NDArray:
-    """Return the capital after each of the losses […, n], from a capital of 1 that bets that their
-    mean is below `mean`. If it is not, the capital is a supermartingale, for any order and size of
-    losses in [0, 1]."""
+    """Return the wealth after each of the losses […, n], starting from 1, of a bet that their mean
+    is below `mean`. If the mean is not below, the wealth is a supermartingale, for any order and
+    size of losses in [0, 1]."""
     gains = (mean - np.asarray(losses, float)) / (1 - mean)  # −1 at a loss of 1
     with np.errstate(divide="ignore"):
         return sum(
@@ -275,9 +278,9 @@ def wealth(losses: NDArray, mean: float, stakes: NDArray = STAKES) -> NDArray:
 
 
 PAIRED_STAKES = (0.35, 0.7)
-"""Shares of limit / (how many differ), the stake that would win most where nothing is lost."""
+"""Stakes as shares of limit / (share of answers that differ), the best stake if nothing is lost."""
 PRIOR = 50
-"""Number of answers assumed before the first, of which twice the limit differ."""
+"""Number of answers assumed before the first; twice the limit is the share of them that differ."""
 
 
 def paired_wealth(losses: NDArray, mean: float, limit: float) -> NDArray:
@@ -298,8 +301,8 @@ def paired_wealth(losses: NDArray, mean: float, limit: float) -> NDArray:
 
 
 def _first(holds: Callable[[float], bool], low: float) -> float:
-    """Return the least number above `low` from which on `holds`, which is monotone; 1 where there
-    is none. Erring upwards."""
+    """Return the smallest number between `low` and 1 for which the monotone `holds` is true,
+    rounded up; 1 if there is none."""
     high = 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -309,30 +312,30 @@ def _first(holds: Callable[[float], bool], low: float) -> float:
 
 @dataclass
 class Alarm:
-    """An alarm on losses in [0, 1] without end: while their mean is at most `limit`, the
-    probability that it ever rings is at most `alpha`.
+    """An alarm on an endless sequence of losses in [0, 1]. While their mean is at most `limit`, the
+    probability that the alarm is ever raised is at most `alpha`.
 
-    If losses cluster, new bets start with shares 1 / (k (k + 1)) of its capital, so that a long
-    good time does not hide a later bad one. Earlier losses decide whether a bet starts, so the
-    total stays a supermartingale.
+    If losses cluster, the k-th bet starts with a share 1 / (k (k + 1)) of the capital, so that a
+    long good time does not hide a later bad one. Only earlier losses decide whether a bet starts,
+    so the total stays a supermartingale.
     """
 
     limit: float
     alpha: float
     logs: NDArray | None = None
-    """[starts, stakes]"""
+    """Logarithms of the wealth of all bets, [starts, stakes]."""
     since: float = math.inf
-    """Number of losses since one above the limit."""
+    """Number of losses since the last loss above the limit."""
     anew: bool = False
     """True if the next loss starts a new bet."""
 
     @cached_property
     def stakes(self) -> NDArray:
-        """Return stakes that suit means of two to seventeen times the limit."""
+        """Return stakes [5] that suit means of two to seventeen times the limit."""
         return np.minimum(self.limit * 2.0 ** np.arange(5), 0.9)
 
     def add(self, loss: float) -> bool:
-        """Return whether it goes off with this loss."""
+        """Return True if this loss raises the alarm."""
         if self.logs is None or self.anew:
             fresh = np.zeros((1, len(self.stakes)))
             self.logs = (
@@ -342,7 +345,7 @@ class Alarm:
         crowded = self.since < 1 / self.limit
         self.anew = False
         self.since += 1
-        if loss <= self.limit:  # it is poorer
+        if loss <= self.limit:  # the capital has not grown
             return False
         self.since = 0
         self.anew = crowded and float(self._of_each[-1]) < 1
@@ -350,7 +353,7 @@ class Alarm:
 
     @property
     def _of_each(self) -> NDArray:
-        """Return the capital [starts] of each start."""
+        """Return the wealth [starts] of each start, as a multiple of its share."""
         assert self.logs is not None
         return np.exp(np.minimum(self.logs, 600)).mean(1)
 
@@ -359,14 +362,14 @@ class Alarm:
         if self.logs is None:
             return 1.0
         k = np.arange(1, len(self.logs) + 1)
-        # the rest is kept
+        # shares of bets that have not started are kept
         return float((self._of_each / (k * (k + 1))).sum() + 1 / (len(k) + 1))
 
 
 def sequence(losses: NDArray, alpha: float) -> tuple[float, float]:
-    """Return a confidence sequence's interval for the mean now: at all times together it holds with
-    confidence 1 − alpha, and wherever one stops. Its lower end is above its upper one where no one
-    mean fits all the losses: it has changed."""
+    """Return the present interval of a confidence sequence for the mean loss. All intervals hold
+    simultaneously with confidence 1 − alpha, so one may stop at any time. If the lower end is above
+    the upper end, no single mean fits the losses: the mean has changed."""
     if not len(losses):
         return 0.0, 1.0
     above = _first(lambda mean: bool(wealth(losses, mean).max() >= 2 / alpha), 0.0)
@@ -377,16 +380,16 @@ def sequence(losses: NDArray, alpha: float) -> tuple[float, float]:
 
 
 def sample_size(test: Binomial, mean: float, power: float = 0.8) -> int | None:
-    """Return how many 0/1 losses it takes for a setting of this mean loss to pass with a chance of
-    `power`; None where it takes more than the horizon, as it does from the limit on."""
+    """Return the number of prompts with which a setting of this mean 0/1 loss passes with
+    probability `power`; None if more than the horizon, as for any mean from the limit on."""
     if mean >= test.limit:
         return None
     return next((n for n in test.boundary if test.power(mean, n) >= power), None)
 
 
 def sample_size_by_trial(test: Test, losses: NDArray, power: float = 0.8) -> int | None:
-    """Return the sample size of `sample_size` for losses of any kind, estimated by drawing from the
-    losses seen."""
+    """Return the sample size of `sample_size` for losses of any kind, estimated by resampling the
+    losses seen; None if more than the horizon."""
     rng = np.random.default_rng(0)
     trials = 40
     ends = [test.passed_at(rng.choice(losses, test.horizon)) for _ in range(trials)]
@@ -397,7 +400,7 @@ def sample_size_by_trial(test: Test, losses: NDArray, power: float = 0.8) -> int
 
 @dataclass(frozen=True)
 class SettingResult:
-    """How the test of one setting ended."""
+    """The outcome of one setting's test."""
 
     setting: int
     n: int
@@ -409,11 +412,14 @@ class SettingResult:
 def fixed_sequence_test(
     test: Test, settings: int, losses: Callable[[int, int], NDArray], most: int
 ) -> Iterator[SettingResult]:
-    """Test settings from strict to lenient, each only once the one before has passed, and yield
-    those that pass (fixed-sequence testing; Bauer 1991; Angelopoulos 2021, section 3.1). `losses(j,
-    n)` returns setting j's losses on the first n of at most `most` prompts. The last setting that
-    passes has a mean loss above the limit with probability at most alpha, whatever the losses'
-    curve: the first setting above the limit would have to pass its own test."""
+    """Test settings from strict to lenient, up to the first that does not pass, and yield each
+    result (fixed-sequence testing; Bauer 1991; Angelopoulos 2021, section 3.1). `losses(j, n)`
+    returns setting j's losses [n] on the first n of at most `most` prompts.
+
+    A setting with a mean loss above the limit passes with probability at most alpha, even if the
+    losses do not grow from strict to lenient: the first setting above the limit would have to pass
+    its own test.
+    """
     for setting in range(settings):
         for n in (*range(BATCH, most, BATCH), most):
             seen = losses(setting, n)

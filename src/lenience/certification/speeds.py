@@ -1,4 +1,4 @@
-"""Speeds of decoders on the same prompts, and how sure their order is."""
+"""Speeds of decoders on the same prompts, and the uncertainty of their ratios."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARM_UP = 16
 
 
 class Times(NamedTuple):
-    """How many times as fast one is as another, and the 95 % interval of it over prompts."""
+    """The speed of one decoder as a multiple of another's, with its 95 % interval over prompts."""
 
     value: float
     low: float
@@ -38,7 +38,7 @@ class Times(NamedTuple):
 
 
 class Timed(Record):
-    """A decoder's turns on some prompts."""
+    """The timings of a decoder on some prompts."""
 
     setting: str
     """Decoder as text, see `Decoder.parse`."""
@@ -50,10 +50,10 @@ class Timed(Record):
         return sum(self.tokens) / sum(self.seconds)
 
     def times(self, other: Timed) -> Times:
-        """Return how many times as fast as another that took its turns on the same prompts.
+        """Return the speed as a multiple of another decoder's on the same prompts.
 
-        The interval is the bootstrap's over prompts, its quantiles as far out as Student's t puts
-        them for so few (Hesterberg 2015, expanded percentiles)."""
+        The interval is a bootstrap interval over prompts. Its quantiles are widened by Student's t
+        for the number of prompts (Hesterberg 2015, expanded percentiles)."""
         n = len(self.tokens)
         draws = np.random.default_rng(SEED).integers(0, n, (BOOTSTRAPS, n))
         ratios = self._resampled(draws) / other._resampled(draws)
@@ -64,32 +64,32 @@ class Timed(Record):
         )
 
     def _resampled(self, draws: NDArray) -> NDArray:
-        """Return tokens per second on each row's prompts."""
+        """Return the tokens per second [draws] on the prompts of each row of `draws` [draws, n]."""
         tokens = np.array(self.tokens)
         seconds = np.array(self.seconds)
         return tokens[draws].sum(1) / seconds[draws].sum(1)
 
 
 class TimedTurns(Record):
-    """Timings of decoders that took turns on some prompts, with the machine."""
+    """The timings of decoders that took turns on some prompts, with the machine."""
 
     machine: str
     timed: list[Timed]
 
 
 class Speeds(Record):
-    """Speed of the certified setting compared with lossless decoding, on prompts on which nothing
-    was chosen."""
+    """The speed of the certified setting compared with lossless decoding, on prompts on which
+    nothing was chosen."""
 
     machine: str
     certified: Timed
     strict: Timed
-    """Strict decoding as it won the race."""
+    """Strict decoding in the form that won the race."""
     alone: Timed
-    """The target."""
+    """The target alone."""
     passed: list[Timed]
-    """Settings that may be the fastest of those that passed, on the prompts of that choice. Empty
-    if only one remained, or the choice was made on another machine."""
+    """Settings that passed and may be the fastest, timed on the prompts of that choice. Empty if
+    only one remained, or the choice was made on another machine."""
 
 
 def warm_up(pair: Pair, settings: Iterable[Decoder], prompt: str | Messages) -> None:
@@ -105,7 +105,8 @@ def take_turns(
     phase: str,
     progress: Progress = silent,
 ) -> dict[Decoder, Timed]:
-    """Time decoders that take turns on each prompt, so that a machine's moods fall on all."""
+    """Time decoders that take turns on each prompt, so that changes of the machine's speed affect
+    all alike. Return the timings by decoder."""
     settings = list(dict.fromkeys(settings))
     timed = {
         setting: Timed(setting=str(setting), tokens=[], seconds=[])

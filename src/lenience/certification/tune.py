@@ -1,7 +1,7 @@
 """Find and certify the fastest decoding on this machine.
 
-Settings of rule, window, stop and drafter race on their own prompts and are tested from strict to
-lenient. Those that pass are timed on further prompts, which choose among them. The last prompts
+Settings of rule, window, stop and drafter race on separate prompts and are tested from strict to
+lenient. Settings that pass are timed on further prompts to choose the fastest. The last prompts
 measure the gain.
 """
 
@@ -44,23 +44,23 @@ from lenience.tasks import Sample, Task
 from lenience.tasks.base import Messages
 
 FORMAT = 5
-"""Version of the kept races; other versions race again."""
+"""Format version of saved races; races of other versions run again."""
 WINDOWS = (2, 4, 8, 16, 32)
 HEATS = ((1, 0.5), (1, 0.6), (4, 0.3))
-"""On how many prompts those that are left take turns, and which share of each group then stays; the
-first is short, as some are many times as slow as others."""
+"""Number of prompts of each heat, and the share of each group that stays after it. The first heats
+are short, as some settings are many times slower than others."""
 LEAST_PROMPTS = 16
-"""Least number of prompts for the heats, the final, the choice and its measurement."""
+"""Minimum number of prompts for the heats, the final, the choice and its measurement."""
 SLOWER = 0.85
-"""A setting that makes less than this share of a stricter one's tokens a second is left out; one
-that makes more may have been unlucky in the race."""
+"""Share of a stricter setting's speed below which a setting is left out. A setting above it may
+have been unlucky in the race."""
 ALIKE = 0.97
 """Share of another setting's speed that counts as equally fast; a smaller gain is not worth a
 loss."""
 GRID = (*(spec for drafter in DRAFTERS.values() for spec in drafter.grid), Medusa.name)
-"""The drafters that need no fitting, and the heads that come with the built-in target."""
+"""Drafters that need no training, and the heads that come with the built-in target."""
 FITTED = (Medusa, Blockwise, Eagle)
-"""Those that also race where they were fitted in the run folder."""
+"""Drafters that also race if they were trained in the run folder."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,12 @@ class TuneConfig:
     """Settings to race, and the question for the fastest."""
 
     question: CertifyConfig
-    """Its rules race, each with all its settings, beside strict decoding and the target alone."""
+    """Question to certify. Its rules race with all their settings, strict decoding and the target
+    alone."""
     windows: tuple[int, ...] = WINDOWS
     stops: tuple[str, ...] = ("fixed",)
     drafters: tuple[str, ...] = ()
-    """Drafters that race; by default GRID, and those that were trained in the run folder."""
+    """Drafters that race. Default: GRID, and the drafters trained in the run folder."""
     prompts: int = 80
     """Number of prompts for the races, for the choice among settings that passed, and for its
     timing."""
@@ -98,7 +99,7 @@ class TuneConfig:
 
 
 class RaceResult(Record):
-    """The fastest of a group in its final."""
+    """The winner of a group's final."""
 
     setting: str
     """Decoder as text, see `Decoder.parse`."""
@@ -106,22 +107,22 @@ class RaceResult(Record):
 
 
 class Races(Record):
-    """races.json: results of the races, with the machine."""
+    """races.json: the results of the races, with the machine."""
 
     machine: str
     alone: RaceResult
-    """The target, which is strict decoding with a window of 0."""
+    """The target alone, as strict decoding with a window of 0."""
     strict: RaceResult
     """The fastest strict decoding that drafts."""
     lenient: list[list[RaceResult]]
-    """Settings of each rule from strict to lenient, each at its fastest."""
+    """Settings of each rule from strict to lenient, each in its fastest form."""
     refused: list[str] = Field(default_factory=list)
-    """Why drafters that were fitted in the run folder did not race."""
+    """Reasons why drafters trained in the run folder did not race."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result of tuning."""
+    """The result of tuning."""
 
     races: Races
     certificate: Certificate
@@ -140,10 +141,10 @@ def tune(
 
     Each of a rule's settings from strict to lenient races at every window, stop and drafter; a
     setting that is clearly slower than a stricter one is left out. The tested chain begins with the
-    fastest lossless decoding. All settings that pass hold jointly. Those that may be the fastest
-    are timed again on other prompts, since a race of many on few prompts does not separate them,
-    and the fastest is certified; the lossless one if leniency gains nothing. The gain is measured
-    on the last prompts, on which nothing was chosen.
+    fastest lossless decoding. The bounds of all settings that pass hold jointly. Settings that may
+    be the fastest are timed again on other prompts, since a race of many on few prompts does not
+    separate them. The fastest is certified, or lossless decoding if lenience gains nothing. The
+    gain is measured on the last prompts, on which nothing was chosen.
 
     Timings on this machine and certificates are kept. Raises InputError as `certify` does.
     """
@@ -188,8 +189,8 @@ def _told(
     turns: _Turns,
     progress: Progress,
 ) -> Speeds:
-    """Return the speed of the certified setting compared with the lossless one; `passed` are the
-    settings that it was chosen from."""
+    """Return the speed of the certified setting compared with lossless decoding; `passed` are the
+    timings of the settings that it was chosen from."""
     strict = Decoder.parse(races.strict.setting)
     alone = Decoder.parse(races.alone.setting)
     timed = turns.take((certified, strict, alone), "timing", progress)
@@ -203,8 +204,8 @@ def _told(
 
 
 def _fast(lossless: RaceResult, chain: Iterable[RaceResult]) -> list[RaceResult]:
-    """Return those of a chain that are not clearly slower than any before them and than `lossless`,
-    as far as the last that is as fast as that but for ALIKE."""
+    """Return the settings of a chain that are not clearly slower than an earlier one or than
+    `lossless` (SLOWER), up to the last that is about as fast as `lossless` (ALIKE)."""
     kept = list[RaceResult]()
     best = lossless.tokens_per_second
     end = 0
@@ -219,7 +220,7 @@ def _fast(lossless: RaceResult, chain: Iterable[RaceResult]) -> list[RaceResult]
 
 @dataclass(frozen=True)
 class _Contest:
-    """Contestants and prompts of a race."""
+    """The contestants and the prompts of a race."""
 
     groups: list[list[Decoder]]
     """The target alone, strict decoding, and each setting of each chain, all but the first at every
@@ -228,23 +229,24 @@ class _Contest:
     refused: list[str]
     prompts: list[str | Messages]
     place: Path
-    """File that keeps the results."""
+    """Folder of the results."""
 
     @property
     def prompts_to_race(self) -> list[str | Messages]:
-        """Return those of the heats, and a quarter of all others: many take turns on them."""
+        """Return the prompts of the heats and a quarter of the others; many settings run on
+        them."""
         heats = sum(n for n, _ in HEATS)
         return self.prompts[: heats + (len(self.prompts) - heats) // 4]
 
     @property
     def prompts_to_choose(self) -> list[str | Messages]:
-        """Return half of those that are left."""
+        """Return half of the prompts that are left after the race."""
         raced = len(self.prompts_to_race)
         return self.prompts[raced : (raced + len(self.prompts)) // 2]
 
     @property
     def prompts_to_tell(self) -> list[str | Messages]:
-        """Return the others."""
+        """Return the remaining prompts."""
         return self.prompts[len(self.prompts_to_race) + len(self.prompts_to_choose) :]
 
 
@@ -272,7 +274,7 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
 
 
 def _races(pair: Pair, contest: _Contest, progress: Progress) -> Races:
-    """Return the races, kept or run now."""
+    """Return the races: saved ones of this machine, or new ones."""
     path = contest.place / "races.json"
     if path.exists():
         before = Races.read(read_json(path), str(path))
@@ -292,7 +294,7 @@ def _races(pair: Pair, contest: _Contest, progress: Progress) -> Races:
 
 @dataclass(frozen=True)
 class _Turns:
-    """Decoders that take turns on some prompts; their timings on this machine are kept."""
+    """Timings of decoders that take turns on some prompts, saved for this machine."""
 
     pair: Pair
     path: Path
@@ -303,7 +305,7 @@ class _Turns:
     def take(
         self, settings: Iterable[Decoder], phase: str, progress: Progress
     ) -> dict[Decoder, Timed]:
-        """Return how fast each is."""
+        """Return the timings of decoders, saved or measured now."""
         settings = list(dict.fromkeys(settings))
         timed = self.known(settings)
         if timed is None:
@@ -315,7 +317,7 @@ class _Turns:
         return dict(zip(settings, timed))
 
     def known(self, settings: Sequence[Decoder]) -> list[Timed] | None:
-        """Return the kept timings; None if the decoders have not taken turns here."""
+        """Return the saved timings; None if the decoders have not taken turns on this machine."""
         path = self._path(settings)
         turns = TimedTurns.read(read_json(path), str(path)) if path.exists() else None
         return turns.timed if turns and turns.machine == self.machine else None
@@ -328,16 +330,16 @@ class _Turns:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Which of the settings that pass is certified."""
+    """The choice of the setting to certify among those that pass."""
 
     raced: Mapping[str, float]
-    """The tokens per second of each in the race."""
+    """Tokens per second of each setting in the race."""
     lossless: str
     turns: _Turns
     progress: Progress
 
     def fastest(self, passed: Iterable[Decoder]) -> Decoder:
-        """Return the fastest, or the lossless one where that is as fast but for ALIKE."""
+        """Return the fastest setting, or the lossless one if that is about as fast (ALIKE)."""
         left = self.perhaps_fastest(passed)
         if len(left) == 1:
             return left[0]
@@ -352,8 +354,8 @@ class _Choice:
         )
 
     def perhaps_fastest(self, passed: Iterable[Decoder]) -> list[Decoder]:
-        """Return all that is not clearly slower by the race than the fastest, and the lossless
-        one."""
+        """Return the settings that were not clearly slower in the race than the fastest (SLOWER),
+        and the lossless one."""
         speeds = {setting: self.raced[str(setting)] for setting in passed}
         least = SLOWER * max(speeds.values())
         return [
@@ -366,8 +368,8 @@ class _Choice:
 def fitted_drafters(
     pair: Pair, folder: Path, strict: Decoder
 ) -> tuple[list[str], list[str]]:
-    """Return the drafters that were fitted in a run folder; and why those of them are refused that
-    cannot draft for this target."""
+    """Return the drafters trained in a run folder that can draft for this target, and the reasons
+    why others cannot."""
     fitted = list[str]()
     refused = list[str]()
     for kind in FITTED:
@@ -384,8 +386,8 @@ def fitted_drafters(
 
 
 def drafters_for(rule: Rule, drafters: Sequence[str]) -> list[str]:
-    """Return the drafters that race with a rule. A judge races with the drafter that it was mined
-    with, as it is fast and wrong on the tokens of others."""
+    """Return the drafters that race with a rule. A judge races only with the drafter that it was
+    mined with, as it is unreliable on other drafters' tokens."""
     if not rule.heads:
         return list(drafters)
     mined = [part.head.drafter for part in rule.heads]
@@ -399,8 +401,8 @@ def drafters_for(rule: Rule, drafters: Sequence[str]) -> list[str]:
 def group_of(
     pair: Pair, config: TuneConfig, setting: Decoder, drafters: Sequence[str]
 ) -> list[Decoder]:
-    """Return a setting at every window, stop and drafter that it goes together with. Raises
-    InputError where there is none."""
+    """Return a setting at every window, stop and drafter that it can run with. Raises InputError if
+    there is none."""
     group = list[Decoder]()
     refusals = list[InputError]()
     for drafter, stop in product(drafters, config.stops):
@@ -419,7 +421,8 @@ def group_of(
 
 
 def _windows_for(drafter: DrafterSpec, windows: Sequence[int]) -> list[int]:
-    """Return those of some windows at which a drafter proposes something else."""
+    """Return the windows at which a drafter's proposals differ: those up to the first that covers
+    its longest proposal."""
     longest = drafter.longest or max(windows)
     enough = min(
         (window for window in windows if window >= longest), default=max(windows)
@@ -434,7 +437,8 @@ def _prompts(
     config: TuneConfig,
     groups: Sequence[Sequence[Decoder]],
 ) -> tuple[list[Sample], Path]:
-    """Return the prompts to race on, noted as used, and where the races are kept."""
+    """Return the prompts to race on, recorded as used, and the folder of the races. Raises
+    InputError if too few are unused."""
     question = config.question
     settings = list(itertools.chain.from_iterable(groups))
     heads = {head.path: head for setting in settings for head in setting.heads}
@@ -472,12 +476,11 @@ def race(
     prompts: Sequence[str | Messages],
     progress: Progress = silent,
 ) -> list[RaceResult]:
-    """Return the fastest setting of each group, one prompt at a time on this machine.
+    """Return the fastest setting of each group, decoding one prompt at a time on this machine.
 
-    In heats on a few prompts the slower settings of each group drop out. The rest decide on all
-    other prompts, and only these seconds are reported, as dropouts by luck would make a heat's
-    seconds too small. All take turns on each prompt, so that changes of the machine's speed affect
-    all alike.
+    In heats on a few prompts the slower settings of each group drop out. The rest run on all other
+    prompts, and only these timings are reported: settings that survive a heat by luck look too fast
+    in it. All take turns on each prompt, so that changes of the machine's speed affect all alike.
     """
     left = list(map(list, groups))
     first = 0
@@ -509,7 +512,7 @@ def _speeds(
     phase: str,
     progress: Progress,
 ) -> dict[Decoder, float]:
-    """Return tokens per second of every setting."""
+    """Return the tokens per second of every setting."""
     settings = itertools.chain.from_iterable(groups)
     timed = take_turns(pair, settings, prompts, phase, progress)
     return {setting: timed[setting].tokens_per_second for setting in timed}

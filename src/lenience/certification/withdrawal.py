@@ -33,7 +33,7 @@ def _withdraw(on: Calibration, row: TriedSetting, now: Outcome) -> None:
 
 
 def mark(ledger: Ledger, folder: Path) -> None:
-    """Mark the withdrawn certificates in a folder."""
+    """Mark the certificates in a folder that the ledger has as withdrawn."""
     for path in (folder / FILE, *sorted(folder.glob("certificate-*.json"))):
         if path.exists():
             made = Certificate.read(read_json(path), str(path))
@@ -44,7 +44,7 @@ def mark(ledger: Ledger, folder: Path) -> None:
 
 
 def as_it_stands(ledger: Ledger, certificate: Certificate) -> Certificate:
-    """Return a certificate, marked where it is withdrawn."""
+    """Return a certificate, marked as withdrawn if the ledger says so."""
     withdrawn = {
         outcome.key: outcome.withdrawn
         for outcome in ledger.outcomes()
@@ -63,7 +63,7 @@ def _outcome(
     binds |= {"loss": certificate.loss, "task": on.task.label, "stop": None}
     binds["drafter"] = str(decoder.without_paths().drafter)
     if str(decoder.tree) == "chain":
-        del binds["tree"]  # as in the ledgers of before there were trees
+        del binds["tree"]  # as in ledgers from before there were trees
     return Outcome(
         key=on.attempt.key,
         pair=on.ledger.pair,
@@ -77,8 +77,8 @@ def _outcome(
 
 
 def _contradicts(row: TriedSetting, now: Outcome, earlier: Outcome) -> bool:
-    """Return True if a setting that did not pass now contradicts its earlier certificate: on more
-    prompts it has lost too much for that certificate's bound."""
+    """Return True if a setting that failed now contradicts its earlier certificate: it has lost too
+    much for that certificate's bound, on more prompts."""
     if (now.setting, now.binds) != (earlier.setting, earlier.binds):
         return False
     if now.key == earlier.key or now.n <= earlier.n:

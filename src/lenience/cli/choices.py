@@ -29,9 +29,9 @@ SETTINGS = "lenience.toml"
 """Name of the file in a run folder that holds its models and its task."""
 SEVERAL = ("template_option", "stop_string")
 SWITCHES = ("chat", "unsafe_local", "skip_long")
-"""Settings that are switches, not texts."""
+"""Settings that are true or false, not texts."""
 MANY = 10_000
-"""Number of samples, or tokens, to assume if it is unknown: exporting the models pays."""
+"""Number of samples or tokens to assume if unknown; large enough that exporting models pays."""
 USED = 0.5
 """Assumed share of the length limit that an answer uses."""
 KEPT = ("target", "draft", "dtype", "device", "chat", "system", "template_option")
@@ -68,9 +68,8 @@ class Models:
     """Argument of vLLM, NAME=VALUE, such as tensor_parallel_size=2; may be repeated."""
 
     def load(self, tokens: float = 0, needs_draft: bool = True) -> Pair:
-        """Load the pair. `tokens` is about how many new tokens will be decoded, from which it
-        follows whether exporting the models pays. Raises InputError if a draft is needed and none
-        is named."""
+        """Load the pair. `tokens`, the estimated number of new tokens to decode, decides whether
+        exporting the models pays. Raises InputError if a draft is needed and none is named."""
         self.check_engine(has_servers=False)
         if self.target is not None and self.draft is None and needs_draft:
             raise InputError(
@@ -81,7 +80,7 @@ class Models:
 
             options = self.loading() | {"compile": False}
             if self.engine == "vllm":
-                if self.device == "auto":  # the memory of a GPU is vLLM's
+                if self.device == "auto":  # leave the GPU's memory to vLLM
                     options["device"] = "cpu"
                 return self._in_vllm(load_pair(self.target, self.draft, **options))
             pair = load_pair(self.target, self.draft, **options)
@@ -108,7 +107,7 @@ class Models:
                 raise InputError(f"--{flag}: cannot be combined with --reference")
 
     def loading(self) -> dict[str, Any]:
-        """Return the options of `load_pair` but for compile, in plain values."""
+        """Return the options of `load_pair`, except compile, as plain values."""
         options = {
             name: getattr(self, name) for name in ("dtype", "device", "chat", "system")
         }
@@ -118,7 +117,7 @@ class Models:
         return options | {"template_options": given}
 
     def refuse_vllm(self, command: str) -> None:
-        """Raise InputError for --engine vllm with a command that vLLM does not run."""
+        """Raise InputError for --engine vllm with a command that does not run in vLLM."""
         if self.engine == "vllm":
             raise InputError(
                 f"--engine vllm: {command} runs in our own loop; generate, mine, "
@@ -140,7 +139,7 @@ class Models:
 
 
 def _argument(flag: str, text: str) -> tuple[str, Any]:
-    """Return the name and the value of NAME=VALUE, which is JSON where it can be read as such."""
+    """Return the name and the value of NAME=VALUE. The value is parsed as JSON if possible."""
     name, found, value = text.partition("=")
     if not (name and found):
         raise InputError(f"{flag} {text!r}: write NAME=VALUE")
@@ -185,7 +184,7 @@ class TaskChoice:
     line."""
 
     def loading(self) -> dict[str, Any]:
-        """Return the arguments of `load_task`, in plain values."""
+        """Return the arguments of `load_task` as plain values."""
         others = ("task", "skip_long", "stop_string")
         options = {
             name: value for name, value in vars(self).items() if name not in others
@@ -215,14 +214,14 @@ class TaskChoice:
 
 
 def expected_tokens(options: Mapping[str, Any], task: Task | None = None) -> float:
-    """Return an estimate of the tokens that an answer takes."""
+    """Return the estimated number of new tokens in an answer."""
     usual = 256 if task is None else task.max_new_tokens
     return USED * (options.get("max_new_tokens") or usual)
 
 
 def crew_of(flags: MineFlags, models: Models, choice: TaskChoice) -> Crew | None:
-    """Return the workers that the flags name; None without any. Raises InputError for settings that
-    workers cannot reproduce."""
+    """Return the workers of --workers or --ray; None without either. Raises InputError for settings
+    that workers cannot reproduce."""
     from lenience.mining.crew import ProcessCrew
     from lenience.mining.ray_crew import RayCrew
     from lenience.mining.work import WorkerPlan
@@ -269,14 +268,15 @@ def is_run(folder: Path) -> bool:
 
 
 def known_run(run: Path) -> Path:
-    """Return a folder that names its models. Raises InputError for another."""
+    """Return a run folder. Raises InputError for a folder that names no models."""
     if not is_run(run):
         raise InputError(f"{run}: holds no run; lenience mine --out {run} makes one")
     return run
 
 
 def mined_with(run: Path) -> Models:
-    """Return the models that a run was mined with, where they were then."""
+    """Return the models that a run was mined with, at their paths of that time. Raises InputError
+    if nothing was mined."""
     from lenience.runs.record import read_run
 
     if not (run / "run.json").is_file():
@@ -304,7 +304,7 @@ def mined_with(run: Path) -> Models:
 
 
 def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
-    """Return the task that was named, or else the one that the run remembers, or was mined on."""
+    """Return the named task, or else the task that the run remembers or was mined on."""
     from lenience.tasks import TASKS
 
     kept = _kept(run, "task", TaskChoice)
@@ -331,7 +331,7 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
 
 
 def _same_benchmark(first: str | None, second: str | None) -> bool:
-    """Return whether two specs are of first benchmark, perhaps with second options."""
+    """Return True if two specs name the same benchmark, perhaps with different options."""
     from lenience.tasks import BENCHMARKS
 
     title = (first or "").partition(":")[0]
@@ -340,8 +340,8 @@ def _same_benchmark(first: str | None, second: str | None) -> bool:
 
 @contextmanager
 def fitting(pair: Pair, task: Task, choice: TaskChoice) -> Iterator[Task]:
-    """Provide the task, without the prompts that are too long for the pair if the user asked for
-    that. Reports how many were left out."""
+    """Provide the task. With --skip-long, prompts that are too long for the pair are left out, and
+    their number is reported at the end."""
     if not choice.skip_long:
         yield task
         return
@@ -359,8 +359,8 @@ def fitting(pair: Pair, task: Task, choice: TaskChoice) -> Iterator[Task]:
 
 
 def left_out(pair: Pair, run: Path, fold: int | None) -> frozenset[str]:
-    """Return the digests of the prompts that a benchmark's fold tests. Raises InputError for
-    another task."""
+    """Return the digests of the prompts in a benchmark's test fold; none without a fold. Raises
+    InputError for a task without folds."""
     from lenience.decoding.task_models import task_for
     from lenience.runs.uses import prompt_digest
     from lenience.tasks import Published
@@ -380,7 +380,7 @@ def left_out(pair: Pair, run: Path, fold: int | None) -> frozenset[str]:
 
 
 def models_of(run: Path, models: Models | None) -> Models:
-    """Return the models that were named, or else those that the run remembers or was mined with."""
+    """Return the named models, or else the models that the run remembers or was mined with."""
     named = models or Models()
     said = _others_than_usual(_kept(run, "models", Models), KEPT)
     said |= _others_than_usual(named, vars(named))
@@ -391,8 +391,8 @@ def models_of(run: Path, models: Models | None) -> Models:
 
 
 def remember(run: Path, models: Models, choice: TaskChoice) -> None:
-    """Write a run's models and task into RUN/lenience.toml for later commands; local files by their
-    absolute paths."""
+    """Write a run's models and task into RUN/lenience.toml for later commands, with absolute paths
+    of local files."""
     lines = ["# What the commands on this run take where no flag says otherwise."]
     for name, given in (
         ("models", _others_than_usual(models, KEPT)),
@@ -401,7 +401,7 @@ def remember(run: Path, models: Models, choice: TaskChoice) -> None:
         said = {
             key: value for key, value in given.items() if value not in (None, False, ())
         }
-        said.pop("unsafe_local", None)  # is asked for each time
+        said.pop("unsafe_local", None)  # must be given each time
         if given.get("chat") is False:
             said["chat"] = False
         for key in said.keys() & {"target", "draft", "task", "data", "grader"}:
@@ -418,7 +418,7 @@ def remember(run: Path, models: Models, choice: TaskChoice) -> None:
 
 
 def _others_than_usual(models: Models, names: Iterable[str]) -> dict[str, Any]:
-    """Return the fields that are not defaults."""
+    """Return the fields among `names` that differ from the defaults."""
     given = {
         field.name: getattr(models, field.name)
         for field in fields(Models)
@@ -435,8 +435,8 @@ def _as_toml(value: str | bool | tuple[str, ...]) -> str:
 
 
 def _located(value: str) -> str:
-    """Return a local file or folder by its absolute path, so that a command finds it from
-    elsewhere."""
+    """Return local files or folders by their absolute paths, so that commands find them from other
+    folders; other values as they are."""
     from lenience.tasks import TASKS
 
     if value in TASKS:

@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     if not given:
         print(START, end="")
         return
-    # which would be taken for a flag
+    # "-" would be taken for a flag
     given = [STDIN if argument == "-" else argument for argument in given]
     try:
         command, bound, _ = app.parse_args(

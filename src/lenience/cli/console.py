@@ -1,4 +1,4 @@
-"""The screen: what is said, and progress with the time left, on standard error."""
+"""Messages and progress bars on standard error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def say(text: str) -> None:
-    """Print text as it is; a command in it can be copied, however narrow the screen is."""
+    """Print text without markup or added line breaks, so that commands in it can be copied."""
     screen.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -32,7 +32,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def wide(width: int) -> Console:
-    """Return a screen that is at least so wide, for tables."""
+    """Return a console for tables that is at least `width` columns wide."""
     return Console(stderr=True, width=max(screen.width, width))
 
 
@@ -51,7 +51,7 @@ def loading() -> Iterator[None]:
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Give a progress callback that draws a bar for each phase."""
+    """Provide a progress callback that draws a bar for each phase."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -79,7 +79,7 @@ def progress_bars() -> Iterator[Progress]:
             bars.update(by_phase[phase], completed=done, total=total)
 
         yield show_progress
-        for task in bars.tasks:  # what ended early is over too
+        for task in bars.tasks:  # phases that ended early are done too
             bars.update(task.id, total=task.completed)
 
 

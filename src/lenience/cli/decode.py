@@ -42,7 +42,7 @@ def generate(
     models: Models | None = None,
     json: Json = False,
 ) -> None:
-    """Answer one prompt or many, by a pair of models or by servers (--reference).
+    """Answer one prompt or many, with a pair of models or with servers (--reference).
 
     Parameters
     ----------
@@ -91,8 +91,7 @@ def generate(
 def _models_for(
     options: Mapping[str, Any], run: Path | None, models: Models | None
 ) -> Models:
-    """Return the models that are named, or else those of a run or of the run that a rule is
-    certified in."""
+    """Return the named models, or else those of `run`, or of the run in a rule "certified:RUN"."""
     from lenience.runs.certificate import is_certified, run_of
 
     models = models or Models()
@@ -111,7 +110,7 @@ def _answer_many(
     *,
     json: bool,
 ) -> None:
-    """Print the answers to many prompts, each when all before it are there."""
+    """Print the answers to many prompts, in order."""
     from lenience.cli.steps import answers
 
     for (id, prompt), out in zip(asked, answers(pair, asked, options, batch_size)):
@@ -129,7 +128,7 @@ def _ask(
     *,
     json: bool,
 ) -> None:
-    """Print each server's answers to prompts, and whether a candidate's text is the reference's."""
+    """Print each server's answers, and whether a candidate's text equals the reference's."""
     for name in ("rule", "window"):
         if name in options:
             raise InputError(
@@ -159,7 +158,8 @@ def _as_json(out: Generation, prompt: Any) -> dict[str, Any]:
 
 
 def _one_of_its_problems(pair: Pair) -> str:
-    """Return a problem of the built-in task, the default prompt."""
+    """Return a problem of the built-in task, the default prompt. Raises InputError for other
+    pairs."""
     if pair.name != "built-in":
         needed(None)
     from lenience.tasks import WordMath

@@ -1,4 +1,4 @@
-"""The whole story on the built-in pair."""
+"""The demo: every step on the built-in pair."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from lenience.tasks import WordMath
 from lenience.training.fit import HeadPlan
 
 SHIPPED = 100
-"""Number of shipped samples that the demo's own judge is trained on, for lack of time. The judge
-that is tuned comes with the pair and has learned from a hundred times as many."""
+"""Number of shipped samples on which the demo trains its own judge, to save time. The judge that is
+tuned comes with the pair and was trained on a hundred times as many."""
 READ = Inputs(("target",))
-"""States that the judge reads: those of the target alone, which are computed anyway."""
+"""States that the judge reads: those of the target only, which are computed anyway."""
 THRESHOLDS = (0.993,)
-"""Thresholds of the judge that are tried. Stricter ones gain less, and the paper's, at a recall of
+"""Thresholds of the judge to test. Stricter thresholds gain less, and the paper's, at a recall of
 0.9, loses too much."""
 WINDOWS = (4, 16)
 """Draft windows that race."""
 DRAFTERS = ("model", "ngram", "suffix", "medusa")
-"""Drafters that race. Those on the target's own layers are left out, as their graphs take half a
-minute to export."""
+"""Drafters that race. Drafters made of the target's layers are left out, as their graphs take half
+a minute to export."""
 WIDEST = 16
-"""Draft window that shows what is gained where only the target's passes cost."""
+"""Draft window that shows the gain if only target passes cost time."""
 RACED = 48
 """Number of problems to race and time on."""
 MAX_DROP = 0.03
-"""Loss that is certified."""
+"""Largest loss to certify."""
 CERTIFIED_ON = 480
 """Maximum number of problems to certify on."""
 TOLD_APART = ("rule", "window", "stop", "drafter")
@@ -60,7 +60,7 @@ TOLD = (
 
 
 def show_race() -> tuple[Pair, list[dict[str, Any]]]:
-    """Load the built-in pair and run the live race. Returns the pair, and a record for each setting
+    """Load the built-in pair and run the live race. Return the pair, and a record for each setting
     of the race."""
     with loading():
         pair = load_pair(compile=False)
@@ -150,16 +150,16 @@ def _tune(pair: Pair, out: Path) -> Tuned:
         thresholds=THRESHOLDS,
         limit=CERTIFIED_ON,
         horizon=CERTIFIED_ON,
-        home=out,  # a demo is no question of its user's
+        home=out,  # keeps the demo out of the user's ledger
     )
     config = TuneConfig(question, windows=WINDOWS, drafters=DRAFTERS, prompts=RACED)
     return tune_run(pair, WordMath(), folder, config)
 
 
 def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
-    """Return each threshold and strict decoding as they won the race, the judge that was fitted now
-    at the most lenient one, and that one and strict decoding at the widest window with the draft
-    model."""
+    """Compare the settings that won the race, the newly trained judge at the most lenient
+    threshold, strict decoding and the most lenient setting at the widest window with the draft
+    model, and topk:2. Return the figures."""
     screen.rule(f"4. comparing on {limit} held-out problems")
     raced = [
         tuned.races.strict,
@@ -185,7 +185,7 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
     )
     asked = out / "compare.json"
     if asked.exists() and not _asks_for(read_json(asked), config):
-        discard(out)  # of another judge or race, or of an earlier version
+        discard(out)  # a comparison of another judge, race or version
     return compare_run(pair, WordMath(), config, out)
 
 
@@ -210,8 +210,8 @@ def _mining(counts: MinedCounts, head: Head) -> Mining:
 
 
 def _copy_shipped(folder: Path) -> int:
-    """Start a run folder from the first samples of the mining run that comes with the pair, unless
-    there is one; how many these are."""
+    """Start a run folder, unless there is one, from the first samples of the mining run that comes
+    with the pair. Return the number of these samples."""
     journal = (EMBEDDED / "run" / "journal.jsonl").read_text(encoding="utf-8")
     lines = [f"{line}\n" for line in journal.split("\n") if line]
     if not (folder / "run.json").exists():

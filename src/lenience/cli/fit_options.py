@@ -1,4 +1,4 @@
-"""What `lenience fit` is asked: judges, heads that end drafting, drafters and plans of trees."""
+"""Options of `lenience fit`: judges, heads that end drafting, drafters and plans of trees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lenience.training.fit_drafter import DrafterPlan
 
 MOST_HEADS = 32
-"""Largest number of heads of a drafter."""
+"""Maximum number of heads of a drafter."""
 OF_DRAFTERS = (
     "heads",
     "distill",
@@ -29,7 +29,7 @@ OF_DRAFTERS = (
     "tune_target",
     "epochs",
 )
-"""Flags that only a drafter reads."""
+"""Flags that apply to drafters only."""
 
 
 @Parameter(name="*")
@@ -87,7 +87,7 @@ class FitFlags:
     frequent ones of the run's answers. A smaller LM head drafts faster. Default: all."""
     tune_target: Flag = False
     """Fine-tune a copy of the target together with its --drafter blockwise heads, saved in
-    RUN/blockwise/target (Blockwise Parallel Decoding). The copy is another target."""
+    RUN/blockwise/target (Blockwise Parallel Decoding). The copy counts as another target."""
     epochs: int | None = None
     """Number of epochs for --drafter. Default: 30 for medusa and blockwise, 10 for eagle, 5 for
     model."""
@@ -120,8 +120,8 @@ class FitFlags:
     out: Path | None = None
     """Folder for the head. Default: a folder in the run."""
     weight: float | None = None
-    """Weight of an important, rejected or unacceptable token against another one. Default: 1;
-    balanced with --head adamw. SpecDec++'s stop has 6, with --tokens draft."""
+    """Weight of an important, rejected or unacceptable token relative to other tokens. Default: 1;
+    balanced with --head adamw. SpecDec++ uses 6 for its stop, with --tokens draft."""
     seed: int = 0
     """Random seed for splitting samples."""
     target: str | None = None
@@ -191,8 +191,8 @@ class FitFlags:
             )
 
     def cut(self) -> int | tuple[int, ...] | None:
-        """Return the layers to cut a draft out of, or their number. Raises InputError for other
-        text."""
+        """Return the layers to cut a draft out of, or their number; None without --layers. Raises
+        InputError for other text."""
         if self.layers is None:
             return None
         try:
@@ -214,7 +214,7 @@ class FitFlags:
         )
 
     def drawn(self) -> TreeSampling | None:
-        """Return the way in which the tokens of a measured tree are drawn; None if they are chosen.
+        """Return the sampling of a measured tree's tokens; None if the most probable are taken.
         Raises InputError for flags that `--tree` excludes."""
         from lenience.training.acceptance import TreeSampling
 
@@ -232,7 +232,7 @@ class FitFlags:
         return TreeSampling(self.draw, temperature)
 
     def _refuse_others(self, *names: str, what: str) -> None:
-        """Raise InputError where other options are given than these and those of the models."""
+        """Raise InputError if options other than `names` and those of the models are given."""
         usual = FitFlags()
         for item in fields(self):
             if item.name in (*names, "target", "draft", "device"):
@@ -323,7 +323,7 @@ class FitFlags:
         refuse_certified([rule])
 
     def _inputs(self, has_draft: bool) -> Inputs:
-        """Return the inputs of the head: those named, and the defaults for others."""
+        """Return the inputs of the head, with defaults for those that are not named."""
         from lenience.heads.head import Inputs
 
         role = self.role
@@ -373,7 +373,7 @@ class FitFlags:
 
 
 def _has_draft(run: Path) -> bool:
-    """Return whether a run was mined with a draft model in the pair."""
+    """Return True if a run was mined with a draft model, or nothing was mined."""
     from lenience.runs.record import read_run
 
     if not (run / "run.json").is_file():

@@ -1,4 +1,4 @@
-"""The commands that learn: `init`, `mine`, `fit`, `datastore`; and `push`, which gives away."""
+"""The commands that train: `init`, `mine`, `fit` and `datastore`; and `push`, which uploads."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         from lenience.training.annotated import read_annotated
         from lenience.training.fit import fit_annotated
 
-        rows = read_annotated(run)  # what is wrong is told before the models are loaded
+        rows = read_annotated(run)  # raises before the models are loaded
         pair = Models(flags.target, flags.draft, None, flags.device).load()
         fitted = with_bars(fit_annotated, pair, rows, plan)
     else:
@@ -247,7 +247,8 @@ def datastore(
     Parameters
     ----------
     corpus
-        Files of text: each row of a .jsonl or .jsonl.gz file is a document, any other file is one.
+        Text files. Each row of a .jsonl or .jsonl.gz file is a document; any other file is one
+        document.
     out
         Folder of the datastore.
     field

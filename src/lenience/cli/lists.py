@@ -1,4 +1,4 @@
-"""The commands that list what there is: rules, drafters and tasks."""
+"""The commands that list rules, drafters and tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lenience.cli.options import Json
 from lenience.core.spec import template
 
 NARROWEST = 80
-"""Smallest width of a list, in columns."""
+"""Minimum width of a list, in columns."""
 SPEC_WIDTH = 28
 """Number of columns after which the options of a spec go to the next line."""
 COMBINATIONS = {

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from lenience.tasks import Sample, Task
 
 SHOWN_SECONDS = 6.0
-"""Seconds that the slowest column is on the screen; all columns are slowed by one factor."""
+"""Seconds that the slowest column takes on the screen; all columns are slowed by the same
+factor."""
 NARROWEST_COLUMN = 28
-"""Characters of a column; a terminal with less room for three gets them one below another."""
+"""Minimum width of a column, in characters; in a narrower terminal the columns are stacked."""
 SCORED = 12
 """Number of problems decoded at full speed after the one that is shown."""
 
@@ -72,7 +73,7 @@ class LiveColumn:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def advance(self) -> None:
-        """Decode one cycle, and count the time it takes."""
+        """Decode one cycle, and add its time."""
         began = time.perf_counter()
         step = next(self.steps, None)
         self.seconds += time.perf_counter() - began
@@ -97,7 +98,7 @@ def race(
     settings: Sequence[LiveSetting] = SETTINGS,
     scored: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Decode one problem in columns, then `scored` more at full speed, by default SCORED. Returns a
+    """Decode one problem in columns, then `scored` more at full speed, by default SCORED. Return a
     record for each setting: tokens per second, tokens per pass, and the number of right answers.
 
     Every cycle is decoded at the moment it appears. The columns share one slow-motion factor, so
@@ -162,7 +163,7 @@ def _checker(task: Task, sample: Sample) -> Callable[[LiveColumn], bool | None]:
 
 
 def _columns(lanes: Sequence[LiveColumn], plain: bool) -> RenderableType:
-    """Draw the columns side by side, or one below another where the terminal is narrow."""
+    """Draw the columns side by side, or stacked if the terminal is narrow."""
     panels = [_column(lane, plain) for lane in lanes]
     if screen.width < NARROWEST_COLUMN * len(lanes):
         return Group(*panels)
@@ -184,7 +185,7 @@ def _column(lane: LiveColumn, plain: bool) -> Panel:
 
 
 def _legend(plain: bool) -> Text:
-    """Name the colour of each origin, or its mark where there are no colours."""
+    """Name the colour of each origin, or its mark if there are no colours."""
     legend = Text()
     for origin in ("draft", "draft-lenient", "correction", "bonus"):
         before, after = MARKS[origin] if plain else (" ", " ")

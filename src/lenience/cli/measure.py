@@ -95,7 +95,7 @@ def _pair_to_compare(models: Models, config: CompareConfig, task: Task) -> Pair:
 def _time_servers(
     servers: Servers, pair: Pair, task: Task, config: CompareConfig
 ) -> list[dict[str, Any]]:
-    """Measure and print the speed of servers at the concurrency that was asked for."""
+    """Measure and print the speed of servers at the concurrency of --in-flight."""
     from lenience.integrations.endpoints.pair import ServedPair
     from lenience.integrations.endpoints.speed import measure_speeds
     from lenience.runs.answers import for_task
@@ -121,7 +121,7 @@ def grade(
     limit: int = 50,
     json: Json = False,
 ) -> None:
-    """Write a page on which people grade blinded pairs of answers, or take in the grades that it
+    """Write a page on which people grade blinded pairs of answers, or read the grades that the page
     saved.
 
     Parameters
@@ -129,11 +129,11 @@ def grade(
     folder
         Folder of a comparison (compare --out).
     take
-        File that the page saved. Its grades go into the folder's frontier.json and report.html.
+        File of grades that the page saved. The grades are added to frontier.json and report.html.
     rule
         Rules whose answers are graded against the target's. Default: all but the strict rule.
     limit
-        Number of pairs per rule.
+        Maximum number of pairs per rule.
     """
     from lenience.evaluation.human import take_grades, write_page
 
@@ -183,7 +183,7 @@ def certify(
     choice = choice_of(run, choice or TaskChoice())
     task = choice.load()
     if config.split not in ("train", "test"):
-        # raises where there is none, before the models are loaded
+        # raises for an unknown split, before the models are loaded
         take(task, config.split, 1)
     answers = flags.pilot if flags.plan else config.num_prompts()
     if servers.named:
@@ -210,7 +210,7 @@ def certify(
 def _served(
     flags: CertifyFlags, models: Models, run: Path, config: CertifyConfig, task: Task
 ) -> Pair:
-    """Return servers in the role of a pair. Prints the largest cost of a certificate, and how often
+    """Return servers in the role of a pair. Print the maximum cost of a certificate, and how often
     the reference differs from itself."""
     from lenience.runs.answers import for_task
     from lenience.tasks import take
@@ -290,7 +290,7 @@ def audit(
     from lenience.tasks.rows import USUAL_FIELDS
 
     flags = flags or AuditFlags()
-    # what is wrong is told before the models are loaded
+    # raises for wrong input before the models are loaded
     task = choice_of(run, choice or TaskChoice()).load()
     rows = read_prompts(
         prompts, task.fields if isinstance(task, JsonlTask) else USUAL_FIELDS
@@ -304,7 +304,7 @@ def audit(
     servers = flags.servers
     models.check_engine(servers.named)
     if servers.named:
-        # nothing is taken from earlier answers: what has changed since would not be seen
+        # no store: earlier answers would hide what has changed since
         pair = servers.pair(models_of(run, models).system, claims=flags.claim)
         batch_size = servers.in_flight
     else:

@@ -1,4 +1,4 @@
-"""The commands' options, and what is asked with them."""
+"""The options of the commands, and the settings made from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lenience.mining.search import MineConfig
 
 OWN_DEFAULTS = ("window", "max_new_tokens", "seed")
-"""Options whose help says what they are where they are left out."""
+"""Options whose help text states the default."""
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 Json = Annotated[
     bool,
@@ -44,8 +44,8 @@ Json = Annotated[
 
 
 def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
-    """Return a class of flags, one for each option of decoding but those that are left out; their
-    help is the option's docstring, where there is no other."""
+    """Return a class of flags, one for each decoding option except those in `leave_out`. The help
+    of a flag is the option's docstring, unless `other_helps` has another."""
     helps = {**told_options(Options), **other_helps}
     options: list[tuple[str, Any, Any]] = []
     for option, kind in option_types().items():
@@ -65,8 +65,8 @@ def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
 
 
 def _usual(option: str) -> Any:
-    """Return a function that shows the default of a decoding option. The flag itself has none, so
-    that it is known whether it was given."""
+    """Return a function that shows the default of a decoding option; False to show none. The flag's
+    own default is None, which tells whether the flag was given."""
     usual = default_options()[option]
     return bool(usual) and option not in OWN_DEFAULTS and (lambda _: usual)
 
@@ -99,7 +99,7 @@ else:
 
 
 def given(flags: object | None) -> dict[str, Any]:
-    """Return the options of decoding that were given."""
+    """Return the decoding options that were given."""
     values = {} if flags is None else vars(flags)
     return {name: value for name, value in values.items() if value is not None}
 
@@ -121,8 +121,8 @@ class PromptFlags:
     servers: Servers = field(default_factory=Servers)
 
     def many(self, prompt: str | None) -> list[GivenPrompt]:
-        """Return the prompts of a file; none without a file. Raises InputError for flags that
-        exclude each other."""
+        """Return the prompts in the file of --prompts; none without a file. Raises InputError for
+        flags that exclude each other."""
         from lenience.cli.prompts import prompts_in
 
         if self.batch_size < 1:
@@ -139,12 +139,12 @@ class PromptFlags:
 
 
 def located(path: str) -> str:
-    """Return a local path as an absolute one, so that other processes find it."""
+    """Return an existing local path as an absolute path, so that other processes find it."""
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 BESIDE = ("plan", "workers", "ray")
-"""Flags that say how mining runs, not what is mined."""
+"""Flags that set how mining runs, not what is mined."""
 
 
 @Parameter(name="*")
@@ -161,7 +161,7 @@ class MineFlags:
     seed: int = 0
     """Random seed for choosing samples."""
     temperature: float = 0.0
-    """Sampling temperature of the mined answers, which should be that of later decoding; a judge is
+    """Sampling temperature of the mined answers. Use the temperature of later decoding: a judge is
     bound to it."""
     top_k: int | None = None
     """Number of most probable tokens to sample from. Default: the model's generation_config."""
@@ -170,8 +170,8 @@ class MineFlags:
     draw_seed: int = 0
     """Random seed for sampled mining."""
     resamples: int = 0
-    """Number of further random continuations of each swap that changed the answer; fit --soft
-    learns from the share of them that change it."""
+    """Number of sampled continuations of each swap that changed the answer. fit --soft learns from
+    the share of continuations that change it."""
     drafter: str = "model"
     """Drafter whose tokens are swapped in: model, ngram, medusa:PATH, eagle:PATH, skip:LAYERS, …
     A judge learns from this drafter's tokens."""
@@ -180,15 +180,15 @@ class MineFlags:
     measure trees (fit --tree). Needs no draft model."""
     policy: str | None = None
     """Decoder whose answers are mined instead of the target's, such as 'judge:RUN/judge@0.99;
-    window=16'. Labels tell which of its leniently accepted tokens changed the answer. Use a new run
+    window=16'. Labels mark its leniently accepted tokens that changed the answer. Use a new run
     folder; fit --also takes it."""
 
     workers: int | None = None
     """Number of worker processes, each with its own models and, if there are several, its own
     GPU."""
     ray: str | None = None
-    """Address of a Ray cluster whose actors do the search, or "local" for this machine: as many as
-    fit, or --workers. Nodes may join and leave."""
+    """Address of a Ray cluster whose actors do the search, or "local" for this machine. The number
+    of actors is --workers, or as many as fit. Nodes may join and leave."""
     plan: int | None = None
     """Number of important mismatches to plan for: mine a pilot of 8 samples (or --limit) and print
     the estimated cost. A later run without --plan continues from the pilot."""
@@ -241,8 +241,8 @@ class QuestionFlags:
     """Confidence of the bound on the loss."""
     rule: tuple[str, ...] = ()
     """Rule to certify. Default: the run's judge. A rule without a threshold, or a name such as topk
-    or fuzzy:js, stands for a ladder of settings from strict to lenient. Of several rules the
-    fastest that passes is certified."""
+    or fuzzy:js, stands for a ladder of settings from strict to lenient. If several rules pass, the
+    rule with the most tokens per pass is certified."""
     threshold: tuple[float, ...] = ()
     """Thresholds to test."""
     loss: Literal["paired", "net", "disagreement", "task"] = "paired"
@@ -257,8 +257,8 @@ class QuestionFlags:
     number to continue."""
     horizon: int | None = None
     """Number of prompts over which the error budget is spent. Default: 50 / --max-drop, and four
-    times as many for --loss net and task. A smaller horizon decides sooner if there are few
-    prompts."""
+    times as many for --loss net, --loss task or several --draws. A smaller horizon decides sooner
+    if there are few prompts."""
     draws: int = 1
     """Number of sampled answers per prompt, with --temperature; a prompt's loss is the mean over
     its draws."""
@@ -277,7 +277,7 @@ class QuestionFlags:
         self._chains: tuple[tuple[str, ...], ...] = ()
 
     def ask_about(self, settings: tuple[str, ...], each: bool) -> None:
-        """Ask about servers, by their settings: one after another, or each in a test of its own."""
+        """Test servers, given by their settings: in one chain or, with `each`, separately."""
         if self.rule or self.threshold:
             raise InputError("--rule, --threshold: cannot be combined with --candidate")
         self._chains = tuple((one,) for one in settings) if each else (settings,)
@@ -398,8 +398,8 @@ class AuditFlags:
     seed: int = 0
     """Random seed for choosing prompts."""
     claim: Claims = ()
-    """Fact about the servers that they do not report, such as 'vLLM 0.33, fly, eps 0.3'; it is
-    printed on the certificate as stated by the user."""
+    """Fact about the servers that they do not report, such as 'vLLM 0.33, fly, eps 0.3'. It must
+    be the claim on the certificate."""
     servers: Servers = field(default_factory=Servers)
 
 
@@ -410,8 +410,8 @@ class CompareFlags:
     """Run folder whose models and task are used unless flags name others."""
     rule: tuple[str, ...] = ()
     """Rule to compare, one row each; may be repeated. The target alone and the draft alone are
-    always included. all stands for a grid of every rule, and of thresholds for a judge named
-    without one."""
+    always included. all stands for a grid of every rule; with all, a judge named without a
+    threshold runs at several."""
     setting: tuple[str, ...] = ()
     """Whole decoder to compare, such as 'judge:run/judge@0.99; window=16; stop=confidence:0.4'; may
     be repeated."""
@@ -457,7 +457,7 @@ class CompareFlags:
 
 
 def judge_of(run: Path) -> str:
-    """Return a run's own judge, as a rule."""
+    """Return the rule of a run's own judge. Raises InputError if the run has none."""
     if not run.exists():
         raise InputError(f"{run}: there is no such folder; lenience mine makes one")
     if not (run / "judge" / "judge.json").is_file():
@@ -485,19 +485,19 @@ def decoder_of(options: Mapping[str, Any]) -> Decoder:
     from lenience.decoding.decoder import Decoder
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what there is to say is said when it decodes
+        warnings.simplefilter("ignore")  # the warnings are shown when it decodes
         return Decoder.of(options)
 
 
 def drafter_needs_draft(spec: str) -> bool:
-    """Return whether a drafter needs a draft model."""
+    """Return True if a drafter needs a draft model."""
     from lenience.decoding.decoder import Decoder
 
     return Decoder.of(drafter=spec).drafter.needs_draft
 
 
 def needs_draft(decoder: Decoder) -> bool:
-    """Return whether a draft model is asked for anything."""
+    """Return True if a decoder runs a draft model."""
     if decoder.alone:
         return decoder.alone == "draft"
     return decoder.window != 0 and decoder.drafter.needs_draft

@@ -1,4 +1,4 @@
-"""Prompts as the command line is given them, and a chat."""
+"""Prompts given on the command line, and the chat."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     """A prompt with its id."""
 
 STDIN = "@-"
-"""A prompt that stands for standard input; - is taken for it."""
+"""Prompt that stands for standard input; the command line replaces - by it."""
 HELP = "/new begins anew, /quit or Ctrl-D ends"
 
 
 def prompt_of(given: str | None, messages: Path | None) -> str | Messages | None:
-    """Return one prompt: text as it is, STDIN for standard input, "@FILE" for a file's text, or a
-    file of chat messages; None where none is given. Raises InputError."""
+    """Return the prompt: `given` itself, standard input for STDIN, the file's text for "@FILE", or
+    the chat messages in the file `messages`; None if no prompt is given. Raises InputError for an
+    unreadable file."""
     if messages is not None:
         if given is not None:
             raise InputError("--messages: replaces PROMPT; give one of them")
@@ -72,8 +73,8 @@ def _messages(path: Path) -> Messages:
 
 
 def prompts_in(path: Path) -> list[GivenPrompt]:
-    """Return the prompts in a file, each with its id: rows of JSON with prompt or messages, or the
-    lines of a text. Raises InputError that names the line."""
+    """Return the prompts in a file, as (id, prompt): JSON rows with prompt or messages, or lines of
+    text. Raises InputError with the line."""
     from lenience.tasks.jsonl import SUFFIXES
     from lenience.tasks.rows import USUAL_FIELDS, is_chat, read_rows
 
@@ -99,8 +100,8 @@ def prompts_in(path: Path) -> list[GivenPrompt]:
 
 
 def chat(pair: Pair, options: Mapping[str, Any]) -> None:
-    """Answer typed lines until the input ends. With a chat template each answer follows the earlier
-    ones; without one each line is its own prompt."""
+    """Answer typed lines until the input ends. With a chat template the lines form one
+    conversation; without a template each line is a separate prompt."""
     from lenience.decoding.generation import Generation
 
     how = (

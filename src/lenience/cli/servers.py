@@ -41,7 +41,7 @@ class Servers:
     """Server to compare with the reference, written like --reference; may be repeated, the most
     cautious first. The same URL may be given again with another body."""
     in_flight: int = 32
-    """Largest number of requests sent to a server at once."""
+    """Maximum number of requests sent to a server at once."""
     price: str | None = None
     """Prices per million tokens, PROMPT,COMPLETION, to print the cost."""
 
@@ -91,7 +91,7 @@ class Servers:
         )
 
     def prices(self) -> tuple[float, float] | None:
-        """Return the prices of a prompt's and of an answer's token."""
+        """Return the prices of one prompt token and one answer token; None without --price."""
         if self.price is None:
             return None
         try:
@@ -103,8 +103,8 @@ class Servers:
         return prompt / MILLION, answer / MILLION
 
     def say_plan(self, samples: list[Sample], draws: int, max_new_tokens: int) -> None:
-        """Print the most that a run can ask for: `draws` answers to each sample from every server,
-        and one more from the reference to the first FLOOR samples."""
+        """Print the maximum number of requests and tokens of a run: `draws` answers to each sample
+        from every server, and one more from the reference to the first FLOOR samples."""
         answers = draws * len(samples) * (1 + len(self.candidate))
         answers += min(FLOOR, len(samples))
         text = sum(len(str(sample.prompt)) for sample in samples) / len(samples)
@@ -117,7 +117,7 @@ class Servers:
         )
 
     def say_used(self, pair: Any) -> None:
-        """Print the requests and tokens of a run."""
+        """Print the numbers of requests and tokens of a run."""
         usage = pair.client.usage
         cost = self._cost(usage.prompt_tokens, usage.completion_tokens)
         retries = pair.client.retries
@@ -137,7 +137,7 @@ class Servers:
 def served_answers(
     pair: ServedPair, prompts: list[Any], options: Mapping[str, Any]
 ) -> Iterator[list[tuple[Endpoint, Generation]]]:
-    """Yield each prompt's answers by all endpoints, the reference's first."""
+    """Yield the answers of all endpoints to each prompt, the reference's first."""
     from lenience.decoding.decoder import Decoder
     from lenience.rules.baselines import SERVED
 

@@ -102,7 +102,7 @@ def mine_run(
 
 
 def forecast_run(out: Path, labels: int) -> Forecast:
-    """Estimate and print the cost of a number of important mismatches."""
+    """Estimate and print the cost of mining `labels` important mismatches."""
     from lenience.mining.forecast import forecast
     from lenience.runs.journal import Journal
     from lenience.runs.record import mined_samples
@@ -187,7 +187,7 @@ def audit_run(
     config: AuditConfig,
     batch_size: int,
 ) -> State:
-    """Answer prompts with a certified rule and watch it; warns of a drift."""
+    """Answer prompts with a certified rule, audit the answers and print the state."""
     from lenience.certification.audit import Audit, audit
 
     watch = Audit(run, pair, task, config)
@@ -200,7 +200,7 @@ def audit_run(
 def compare_run(
     pair: Pair, task: Task, config: CompareConfig, out: Path | None
 ) -> Frontier:
-    """Compare, saying beforehand how long it will take, and print the table."""
+    """Print the estimated time, compare, and print the table."""
     from lenience.evaluation.compare import Comparison
 
     comparison = with_bars(Comparison, pair, task, config)
@@ -244,7 +244,8 @@ def answers(
 def answer(
     pair: Pair, prompt: Prompt, options: Mapping[str, Any], profiled: bool
 ) -> tuple[Generation, Profile | None]:
-    """Return one answer; where the time goes is measured the second time."""
+    """Return one answer. If `profiled`, answer twice, and return the profile of the second time
+    too."""
     if options.get("window") == "auto":
         with screen.status("choosing the window"):
             pair.settle([prompt], **options)

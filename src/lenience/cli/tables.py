@@ -1,4 +1,4 @@
-"""What is printed: tables, answers, counts."""
+"""Printed output: tables, answers and counts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MARKS = {
     "correction": ("[", "]"),
     "bonus": ("(", ")"),
 }
-"""The same where there are no colours."""
+"""Marks around tokens by origin, for output without colours."""
 PARTS = {
     "draft": "passes of the draft",
     "target": "passes of the target",
@@ -60,7 +60,7 @@ PARTS = {
 
 
 def print_certificate(run: Path, certificate: Certificate) -> None:
-    """Print the settings that were tested and the certificate."""
+    """Print the tested settings and the certificate."""
     from lenience.evaluation.names import setting_name
     from lenience.rules.baselines import is_baseline
 
@@ -110,7 +110,7 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
 
 
 def _say_why_not(run: Path, certificate: Certificate) -> None:
-    """Print why nothing is certified, and which earlier certificate the run still has."""
+    """Print why nothing is certified, and the earlier certificate that the run still has."""
     from lenience.runs.certificate import read_certificate
 
     more = ""
@@ -130,7 +130,7 @@ def _say_why_not(run: Path, certificate: Certificate) -> None:
 
 
 def found_by(task: Task) -> str:
-    """Return how a task's answers are found, as a person may change it."""
+    """Return a phrase that says how a task's answers are found, with the flag that changes it."""
     from lenience.tasks import JsonlTask
 
     if isinstance(task, JsonlTask):
@@ -289,8 +289,8 @@ def print_mined(counts: MinedCounts, task: Task) -> None:
 
 
 def unanswered(samples: int, of: int, cut_off: int, found: str) -> str:
-    """Return the warning that the target's own responses hold no answer in `n` samples, and the
-    fix. `found` describes how answers are found."""
+    """Return the warning that the target's own responses to `samples` of `of` samples hold no
+    answer, and the fix. `found` describes how answers are found."""
     text = (
         f"in {samples} of {of} samples no answer is found in the target's own response"
     )
@@ -362,7 +362,7 @@ def print_grades(found: Mapping[str, HumanGrades]) -> None:
 
 
 def graded(grading: Mapping[str, int]) -> str:
-    """Return how a grader judged, as a line."""
+    """Return a line with the counts of a grader's judgements."""
     pairs = grading.get("pairs", 0)
     decided = grading.get("decided", 0)
     otherwise = grading.get("inconsistent", 0)
@@ -380,8 +380,7 @@ def _with_interval(share: float, interval: tuple[float, float]) -> str:
 
 
 def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
-    """Print an answer on standard output, with each token coloured by its origin if `show` is
-    set."""
+    """Print an answer on standard output; if `coloured`, with each token coloured by its origin."""
     from lenience.decoding.response import pieces
 
     if not coloured:
@@ -409,7 +408,7 @@ def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
 
 
 def print_counts(out: Generation, picked: bool = False) -> None:
-    """Print the cost of an answer."""
+    """Print an answer's token and pass counts. `picked` adds the window that was picked."""
     passes = [
         f"{counted(out.target_passes, 'pass', 'passes')} of the target",
         f"{out.tokens_per_pass:.2f} tokens per pass",
@@ -633,7 +632,7 @@ def print_trees(found: Acceptance, path: Path) -> dict[str, float]:
 
 
 def _alike(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return rows that follow one another at the same threshold, together."""
+    """Return the rows, grouped by runs of equal thresholds."""
     return [list(some) for _, some in groupby(rows, key=lambda row: row["threshold"])]
 
 
@@ -671,7 +670,7 @@ def _print_gate(head: Head, folder: Path) -> None:
 
 
 def _is_chance(head: Head) -> bool:
-    """Return whether an AUC of one half lies in the interval of a head's."""
+    """Return True if the interval of a head's AUC reaches down to one half."""
     low, _ = head.metrics["auc_interval"]
     return bool(low <= 0.5)
 

@@ -54,9 +54,9 @@ class CompareConfig:
     """Decoders and samples of a comparison."""
 
     rules: tuple[str, ...] = ()
-    """Rules to compare, one decoder each. "all" stands for a grid of every rule, in which a judge
-    named without a threshold has several. The target alone and, if the pair has a draft, the draft
-    alone are always compared."""
+    """Rules to compare, one decoder each. "all" stands for a grid of every rule, and with it a
+    judge named without a threshold runs at several. The target alone and, if the pair has a draft,
+    the draft alone are always compared."""
     settings: tuple[str, ...] = ()
     """Whole decoders, such as "judge:run/judge@0.99; window=16; stop=confidence:0.4"."""
     windows: tuple[int, ...] = DEFAULT_WINDOWS

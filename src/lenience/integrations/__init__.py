@@ -1,1 +1,1 @@
-"""Other engines that decode by our rules."""
+"""Other engines that decode by lenience's rules."""

@@ -277,7 +277,7 @@ class _Rows:
 
     def take(self, sample: Sample, content: str) -> str | None:
         """Return the earlier use of a row, or None if the row is unused. A use of the same prompt
-        under another id excludes one row only."""
+        under another task or id excludes one row only."""
         if sample.id in self.by_id:
             return self.by_id[sample.id].use
         group = group_of(sample)

@@ -9,7 +9,7 @@ from typing import Any
 
 Messages = list[dict[str, str]]
 AnswerValue = str | int | float | bool | None
-"""An answer as a task finds it, None where there is none; users' tasks may find numbers."""
+"""An answer found by a task; None without an answer. Users' tasks may return numbers."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Task:
         raise NotImplementedError
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
-        """Return the final answer found in a response, or None where there is none."""
+        """Return the final answer found in a response; None if there is none."""
         raise NotImplementedError
 
     def same(

@@ -1,4 +1,4 @@
-"""Requests to endpoints: many in flight, retried, and kept, so that nothing is asked twice."""
+"""Requests to endpoints: concurrent, retried, and stored so that no answer is requested twice."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from lenience.integrations.endpoints.endpoint import APIS, Endpoint
 from lenience.runs.journal import Journal
 
 ATTEMPTS = 8
-"""Number of attempts of a request that a server answers with an error."""
+"""Maximum number of attempts of a request that a server answers with an error."""
 ASKED = 3
-"""Number of attempts to read a server's description of itself."""
+"""Maximum number of attempts to read a server's description of itself."""
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
-"""Seconds before the second attempt, which double, and their maximum."""
+"""Longest wait between attempts, in seconds. Waits begin with FIRST_WAIT and double."""
 OUTAGE = 300.0
 """Seconds for which a server may be unreachable or overloaded before a run ends."""
 TIMEOUT = 600.0
-"""Seconds for one answer."""
+"""Time limit of one answer, in seconds."""
 CONNECT = 10.0
-"""Seconds for a connection."""
+"""Time limit of a connection, in seconds."""
 BUSY = (408, 429, 500, 502, 503, 504)
-"""Statuses after which a request is sent again."""
+"""Status codes after which a request is sent again."""
 SPENT = "insufficient_quota"
-"""Code of an error with status 429 that does not pass."""
+"""Error code with status 429 that is permanent."""
 SLOWER = 4.0
-"""Factor of the best latency per token from which fewer requests are kept in flight."""
+"""Multiple of the best latency per token above which fewer requests are kept in flight."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request to be answered."""
+    """A request to an endpoint."""
 
     endpoint: Endpoint
     body: Mapping[str, Any]
     kept_as: str = ""
-    """Key of its answer in the store; "" to ask anew."""
+    """Key of the answer in the store; "" to send the request in any case."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Reply:
 
 
 class Store:
-    """Answers by the content of their requests, in a JSONL file."""
+    """A store of answers by the content of their requests, in a JSONL file."""
 
     def __init__(self, path: Path | None):
         self._journal = None if path is None else Journal(path)
@@ -94,7 +94,7 @@ class Store:
             self._journal.write({"key": key, "reply": reply.to_json()})
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Remove answers that must be asked for again."""
+        """Remove answers, so that they are requested again."""
         self._drop(keys)
         if self._journal:
             self._journal.write({"forgotten": list(keys)})
@@ -106,7 +106,7 @@ class Store:
 
 @dataclass
 class Usage:
-    """Tokens that were paid for."""
+    """The numbers of requests and tokens that were paid for."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -120,8 +120,9 @@ class Usage:
 
 @dataclass
 class Flow:
-    """How many requests an endpoint is sent at once: one more after as many answers as are in
-    flight, half as many after an error of load or where answers become slow."""
+    """The number of requests sent to an endpoint at once, `allowed`. It grows by one after
+    `allowed` answers, shrinks by 0.5 after a slow answer (down to half of `most`), and halves after
+    an overload error."""
 
     most: int
     allowed: float = 0.0
@@ -146,7 +147,7 @@ class Flow:
             self.free.notify_all()
 
     def answered(self, seconds: float, tokens: int) -> None:
-        """Take note of an answer."""
+        """Adjust the number of requests after an answer."""
         self.down_since = None
         each = seconds / max(1, tokens)
         self.best = min(self.best, each)
@@ -156,12 +157,12 @@ class Flow:
             self.allowed = min(float(self.most), self.allowed + 1 / self.allowed)
 
     def refused(self) -> None:
-        """Take note of an error of load."""
+        """Halve the number of requests after an overload error."""
         self.allowed = max(1.0, self.allowed / 2)
 
 
 class Client:
-    """Sends requests to endpoints. Keys go into headers alone."""
+    """A client that sends requests to endpoints. API keys go into headers only."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class Client:
         self._asking = httpx2.Client(timeout=CONNECT, verify=self._tls)
 
     def run(self, calls: Sequence[Call]) -> Iterator[tuple[int, Reply]]:
-        """Yield each reply with its call's number, as soon as it is there. Known ones come first.
+        """Yield each reply with its call's index, as soon as it arrives; stored replies come first.
         Raises InputError for a request that a server refuses, RunError for a server that stays
         unreachable, keeps failing, or answers with another model."""
         left: list[int] = []
@@ -214,9 +215,9 @@ class Client:
             worker.join(timeout=2)
 
     def ask(self, endpoint: Endpoint, path: str) -> Any:
-        """Return the JSON below an address; None if the server has none there. Asks again after an
-        error that may pass. Raises InputError for a server that is not there or refuses the
-        key."""
+        """Return the JSON at an address; None if the server has none there. A temporary error is
+        retried. Raises InputError for a server that does not answer or refuses the key, and
+        RunError for a server that stays busy."""
         for attempt in range(ASKED):
             last = attempt == ASKED - 1
             try:
@@ -293,7 +294,7 @@ class Client:
     async def _answer(
         self, client: httpx2.AsyncClient, call: Call, flow: Flow, stop: threading.Event
     ) -> Reply:
-        """Return the reply to a call, sent again after errors that may pass."""
+        """Return the reply to a call, which is sent again after temporary errors."""
         attempt = failures = 0
         while True:
             wait = min(LONGEST_WAIT, self._first_wait * 2**attempt)
@@ -314,7 +315,8 @@ class Client:
     def _check_outage(
         self, endpoint: Endpoint, flow: Flow, again: _Again, failures: int
     ) -> None:
-        """Raise RunError for a server that answers nothing for too long, or keeps failing."""
+        """Raise RunError for a server that is unreachable or overloaded too long, or keeps
+        failing."""
         where = f"{endpoint.name} {endpoint.url}"
         kept = "finished answers are kept; run the command again to resume"
         if failures >= ATTEMPTS:
@@ -382,7 +384,7 @@ class Client:
 
 
 class _Again(Exception):
-    """An error that may pass."""
+    """A temporary error, after which a request is sent again."""
 
     def __init__(
         self,
@@ -424,7 +426,7 @@ def _is_number(text: str) -> bool:
 
 
 def _said(response: httpx2.Response) -> str:
-    """Return the message of an error."""
+    """Return the message of an error response."""
     try:
         error = response.json()
         error = error.get("error", error)
@@ -434,7 +436,7 @@ def _said(response: httpx2.Response) -> str:
 
 
 def _reply(whole: Any, seconds: float) -> Reply:
-    """Return the reply in a response. Raises LookupError or TypeError for another form."""
+    """Return the reply in a response. Raises LookupError or TypeError for an unknown format."""
     choice = whole["choices"][0]
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     if text is None:
@@ -461,7 +463,7 @@ def _passes(whole: Mapping[str, Any]) -> int | None:
 
 
 async def _streamed(response: httpx2.Response, began: float) -> Reply:
-    """Return the reply in a stream of events. Raises ValueError for a stream that is cut."""
+    """Return the reply in a stream of events. Raises ValueError for a stream that is cut off."""
     parts: list[str] = []
     last: dict[str, Any] = {}
     usage: dict[str, Any] = {}

@@ -47,8 +47,8 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str, flag: str, usual: str) -> Endpoint:
-        """Return an endpoint from "URL; body={…}; model=…; name=…". Raises InputError, which begins
-        with the flag, for a wrong one; `usual` is its name if it gives none."""
+        """Return an endpoint from "URL; body={…}; model=…; name=…"; `usual` is the default name.
+        Raises InputError, which begins with the flag, for a wrong spec."""
         url, *options = (part.strip() for part in spec.split(text, ";", escapes=True))
         where = f"{flag} {url}"
         address = urlsplit(url)
@@ -89,7 +89,7 @@ class Endpoint:
 
     @property
     def root(self) -> str:
-        """Return the address without /v1, below which servers have /version and the like."""
+        """Return the address without /v1, the base of paths such as /version."""
         return self.url.removesuffix("/v1")
 
     @property
@@ -110,13 +110,13 @@ class Endpoint:
 
     @property
     def _is_private(self) -> bool:
-        """Return whether nobody in between can read a request."""
+        """Return True if requests are encrypted or stay on this machine."""
         parts = urlsplit(self.url)
         return parts.scheme == "https" or parts.hostname in LOOPBACK
 
     @property
     def record(self) -> dict[str, Any]:
-        """Return the identity of its requests, without keys."""
+        """Return the identity of the endpoint's requests, without API keys."""
         return {
             "url": self.url,
             "model": self.model,

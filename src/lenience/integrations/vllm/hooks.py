@@ -32,7 +32,8 @@ logger = logging.getLogger("vllm.lenience")
 
 
 def install() -> None:
-    """Wrap vLLM's places, once in a process. vLLM's own checks come first everywhere."""
+    """Wrap the methods of vLLM that the plugin needs, once per process. vLLM's own checks run
+    first."""
     wrap(VllmConfig, "__post_init__", after=_configured)
     wrap(InputProcessor, "_validate_params", after=_requested)
     wrap(WorkerWrapperBase, "init_device", after=_started)
@@ -47,8 +48,8 @@ def wrap(
     before: Callable[..., None] | None = None,
     after: Callable[..., None] | None = None,
 ) -> None:
-    """Have a method call `before` with its arguments, and `after` with its result and them; once
-    in a process."""
+    """Make a method call `before` with its arguments, and `after` with its result and its
+    arguments. A method that is wrapped already stays as it is."""
     original = getattr(owner, name)
     if hasattr(original, "lenience"):
         return
@@ -67,8 +68,8 @@ def wrap(
 
 
 def _configured(_result: None, config: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Check a server's configuration as soon as it is known. vLLM makes a second one for the
-    draft."""
+    """Check a server's configuration as soon as it is known. vLLM makes a second configuration, for
+    the draft, which is skipped."""
     server = served_rule.read(config.additional_config)
     model = config.model_config
     if server is not None and model is not None and model.runner_type != "draft":
@@ -79,8 +80,8 @@ def _configured(_result: None, config: Any, *_args: Any, **_kwargs: Any) -> None
 def _requested(
     _result: Any, processor: Any, params: Any, *_args: Any, **_kwargs: Any
 ) -> None:
-    """Refuse a request whose dial, or whose parameters, do not go with the server's rule; vLLM
-    answers such errors with status 400."""
+    """Refuse a request whose dial or parameters do not fit the server's rule. vLLM answers such
+    errors with status 400."""
     dial = served_rule.dial_of(getattr(params, "extra_args", None))
     try:
         server = served_rule.read(processor.vllm_config.additional_config)
@@ -127,4 +128,4 @@ SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     ),
     (OutputProcessor, "process_outputs", ("self", "engine_core_outputs")),
 )
-"""The methods that are wrapped here, with their first parameters."""
+"""Wrapped methods with their first parameters."""

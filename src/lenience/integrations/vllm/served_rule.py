@@ -30,22 +30,22 @@ KEY = "lenience"
 """Key in additional_config, and in a request's vllm_xargs."""
 VARIABLE = "LENIENCE_RULE"
 LONGEST = 1000
-"""Number of characters that a request's dial may have."""
+"""Maximum number of characters in a request's dial."""
 ANY = "*"
-"""Among the rules that are allowed: any rule."""
+"""Entry of `allow` that allows any rule."""
 
 
 class PluginOptions(Record):
-    """Options under "lenience" in --additional-config."""
+    """The options under "lenience" in --additional-config."""
 
     rule: str
     allow: tuple[str, ...] = ()
-    """Rules that a request may ask for although they are more lenient; "*" for any."""
+    """Rules that a request may choose although they are more lenient; "*" for any."""
     max_unjudged: float = Field(default=0.05, ge=0, le=1)
-    """The largest share of windows that may be left to strict decoding because the rule could not
-    be asked."""
+    """Largest share of windows that may be decoded strictly because vLLM gave no draft
+    distribution."""
     steps: bool = False
-    """True if answers carry what the rule said of each window."""
+    """True if answers carry the rule's decision on each window."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class ServedRule:
     """Certificate of the rule, which binds the server and its requests."""
 
     def rule_for(self, dial: object) -> AnyOf:
-        """Return the rule of a request whose dial is "exact", a spec, or a threshold for the
-        server's own rule; None leaves it as it is. Raises InputError for one that is more lenient
-        than the server allows."""
+        """Return the rule of a request by its dial: "exact", a spec, or a threshold for the
+        server's rule; None for the server's rule itself. Raises InputError for a rule that is more
+        lenient than the server allows."""
         if dial is None:
             return self.rule
         if len(str(dial)) > LONGEST:
@@ -95,7 +95,7 @@ class ServedRule:
 
     @property
     def judges(self) -> bool:
-        """Return whether any request may have a rule that vLLM does not have itself."""
+        """Return True if any request may have a rule that vLLM lacks."""
         return self.allow_any or not all(map(is_vllms, (self.rule, *self.allow)))
 
     @property
@@ -156,14 +156,14 @@ def _read(options: str) -> ServedRule:
 
 
 def _certified(certificate: Certificate, rule: str) -> AnyOf:
-    """Return the rule that is certified, with its heads where the run is now."""
+    """Return the certified rule, with head paths in the run's present folder."""
     found = certificate.decoder(run_of(rule)).rule
     assert isinstance(found, AnyOf)
     return found
 
 
 def _certificate(rule: str) -> Certificate:
-    """Return the certificate of "certified:RUN". Raises InputError where it certifies nothing."""
+    """Return the certificate of "certified:RUN". Raises InputError if it certifies nothing."""
     certificate = read_certificate(run_of(rule))
     if not certificate.holds:
         raise InputError(
@@ -176,12 +176,12 @@ def _certificate(rule: str) -> Certificate:
 
 @lru_cache(maxsize=256)
 def _parsed(spec: str) -> AnyOf:
-    """Return the rule of a request, whose heads are loaded once."""
+    """Return the rule of a request's spec, cached so that its heads are loaded once."""
     return parse_spec(spec)
 
 
 def is_vllms(rule: AnyOf) -> bool:
-    """Return whether a rule is one that vLLM has itself."""
+    """Return True if vLLM has a rule itself."""
     return all(isinstance(term, Exact | Speculative) for term in rule.terms)
 
 
@@ -199,7 +199,7 @@ def _is_number(dial: object) -> bool:
 
 
 def _at(term: Term, threshold: float) -> Term:
-    """Return a term at a threshold, where it has one."""
+    """Return a term at another threshold; a term without a threshold stays as it is."""
     if not term.has_threshold:
         return term
     (changed,) = term.with_thresholds([threshold])
@@ -209,7 +209,7 @@ def _at(term: Term, threshold: float) -> Term:
 
 
 def _stricter(rule: AnyOf, than: AnyOf) -> bool:
-    """Return whether a rule is the other at thresholds as strict or stricter."""
+    """Return True if `rule` is `than` at thresholds that are equal or stricter."""
     if len(rule.terms) != len(than.terms) or rule.with_terms(_open) != than.with_terms(
         _open
     ):
@@ -227,14 +227,14 @@ def _with_heads(rule: AnyOf, like: AnyOf) -> AnyOf:
 
 
 def _shown(rule: AnyOf) -> str:
-    """Return a rule's spec without where its heads lie."""
+    """Return a rule's spec without the folders of its heads."""
     return str(
         rule.with_terms(lambda term: term.relocated(lambda path: Path(path).name))
     )
 
 
 def _open(term: Term) -> Term:
-    """Return a term without its threshold, to be compared with others."""
+    """Return a term at a fixed threshold, to compare terms except for their thresholds."""
     return _at(term, 0.5)
 
 
@@ -244,6 +244,6 @@ def _strictest(a: Term, b: Term) -> float:
 
 
 def _bound(term: Any) -> float:
-    """Return the threshold in force, which a judge's head may hold."""
+    """Return the threshold in force, which may be the default of a judge's head."""
     threshold: float = term.bound if term.heads else term.threshold
     return threshold

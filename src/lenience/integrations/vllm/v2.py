@@ -1,7 +1,7 @@
 """Rules in vLLM's V2 runner, which keeps requests in slots on the device.
 
-As in V1, copies of the kernel's inputs are rewritten. Here a row of logits stands for the token
-after it, and a request's last row for no drafted token. A token to remove is marked -1.
+As in V1, copies of the kernel's inputs are rewritten. Here a row of logits decides on the next
+row's token, and a request's last row on no drafted token. A token to remove is marked -1.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
 
 @dataclass
 class Slots:
-    """The requests as V2 keeps them: their tokens on the device, by slot."""
+    """The requests of a V2 runner, with their tokens on the device, by slot."""
 
     states: Any
     of: dict[str, Any] = field(default_factory=dict)
-    """Requests' sampling parameters."""
+    """Sampling parameters of each request."""
     totals: dict[str, int] = field(default_factory=dict)
-    """Number of tokens that each has in this step, its prompt's included."""
+    """Number of tokens of each request in this step, including its prompt."""
 
     def __contains__(self, id: str) -> bool:
         return id in self.of
@@ -84,12 +84,12 @@ class Slots:
         return self._between(id, self._prompt_length(id) + start, self.totals[id])
 
     def request(self, slot: int) -> str:
-        """Return the request in a slot; "" where there is none."""
+        """Return the id of the request in a slot; "" if there is none."""
         id: str = self.states.index_to_req_id.get(slot, "")
         return id if id in self else ""
 
     def add(self, slot: int, params: Any) -> None:
-        """Take note of a request, new or read again."""
+        """Record a request that is new or resumed."""
         self.of[self.states.index_to_req_id[slot]] = params
 
     def forget(self, ids: Sequence[str]) -> None:
@@ -108,16 +108,16 @@ class Slots:
 
 @dataclass
 class Sampling:
-    """One runner's sampling, in which rules decide."""
+    """The sampling of one runner, in which rules decide."""
 
     slots: Slots
     deciding: WindowDecider
     hidden: Tensor | None = None
-    """[rows of logits, H]: of the step that is being sampled."""
+    """Target states of the step that is being sampled, [rows of logits, H]."""
     read: int = 0
-    """Number of its rows decided so far; large steps come in parts."""
+    """Number of rows of the step decided so far; large steps come in parts."""
     logits: Tensor | None = None
-    """Before temperature and truncation, where a request of the part has any."""
+    """Target logits of the part before temperature and truncation; None if these do not apply."""
 
     def sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keep the step's states for the rule, and call the runner's method."""
@@ -159,8 +159,8 @@ class Sampling:
     def _windows(
         self, given: dict[str, Any], logits: Tensor, states: Tensor
     ) -> tuple[Windows, Tensor]:
-        """Return a part's windows, and where their rows [N] stand among its rows of logits. A slot
-        without a request, as in trial runs, has no window; a window ends before a token marked
+        """Return a part's windows, and the indices [N] of their rows among its rows of logits. A
+        slot without a request, as in trial runs, has no window. A window ends before a token marked
         -1."""
         drafted = given["draft_sampled"].tolist()
         ends = given["cu_num_logits"].tolist()
@@ -196,8 +196,8 @@ class Sampling:
         return windows, at
 
     def _probs(self, given: dict[str, Any], at: Tensor, vocabulary: int) -> Tensor:
-        """Return the distributions [N, V] that the draft drew the tokens of rows `at` from; the
-        draft keeps logits."""
+        """Return the distributions [N, V] from which the draft drew the tokens of rows `at`,
+        computed from the draft's logits."""
         slots = given["expanded_idx_mapping"][at]
         steps = given["expanded_local_pos"][at]
         logits = given["draft_logits"][slots, steps].float()
@@ -210,19 +210,19 @@ class Sampling:
 
 
 def _valid(drafted: list[int]) -> int:
-    """Return how many tokens stand before one that is marked -1."""
+    """Return the number of tokens before the first token marked -1."""
     return drafted.index(-1) if -1 in drafted else len(drafted)
 
 
 _runners: list[Sampling] = []
-"""Those of this process; one samples at a time."""
+"""Samplings of this process's runners; one samples at a time."""
 
 
 def install(runner: Any, server: ServedRule) -> None:
     """Let the server's rule decide on a runner's windows, as soon as the runner has loaded its
     model. Raises InputError then if rows are not laid out as rules expect."""
     for head in (head for rule in server.rules for head in rule.heads):
-        _ = head.head  # read now, as it was checked
+        _ = head.head  # loaded now, in the state that was checked
     load = runner.load_model
 
     def loaded(*args: Any, **kwargs: Any) -> None:
@@ -265,7 +265,7 @@ def _attach(runner: Any, server: ServedRule) -> None:
 
     def tempered(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         if what.hidden is not None:
-            what.logits = logits.clone()  # it is changed in place
+            what.logits = logits.clone()  # `apply` works in place
         return apply(logits, *args, **kwargs)
 
     sampler.add_request = added
