@@ -196,8 +196,8 @@ class Audit:
         self._count(line)
 
     def picks(self, prompt: Prompt, number: int) -> bool:
-        """Return True if a file's row of this number is audited. The draw depends on the number and
-        the content, so it is the same whenever the file is audited."""
+        """Return True if the row with this number in a file is audited. The draw depends on the
+        number and the content, so it is the same whenever the file is audited."""
         ids = self.pair.target.encode(prompt)
         key = Noise.for_prompt(self.config.seed, ids).key(number, "audit")
         return float(uniform(torch.tensor([key]))[0]) < self.config.share

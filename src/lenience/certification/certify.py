@@ -173,7 +173,7 @@ class _Chains:
 
     @property
     def nearest(self) -> TriedSetting:
-        """Return the strictest setting of the chain that came nearest to passing."""
+        """Return the setting that came nearest to passing among the chains' strictest settings."""
         return min((chain[0] for chain in self.tried), key=lambda row: row.upper_bound)
 
 

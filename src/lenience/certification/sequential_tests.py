@@ -232,7 +232,7 @@ class Betting(Test):
 @dataclass(frozen=True)
 class PairedBetting(Betting):
     """A betting test for the net loss of paired answers: 0 for a gain, 1/2 for a tie, 1 for a loss.
-    The stakes follow the share of answers that differ, as Kelly's do if that share is known."""
+    The stakes follow the share of answers that differ, as Kelly stakes would if it were known."""
 
     said = "a betting confidence sequence whose stakes follow the share of answers that differ"
 
@@ -388,8 +388,8 @@ def sample_size(test: Binomial, mean: float, power: float = 0.8) -> int | None:
 
 
 def sample_size_by_trial(test: Test, losses: NDArray, power: float = 0.8) -> int | None:
-    """Return the sample size of `sample_size` for losses of any kind, estimated by resampling the
-    losses seen; None if more than the horizon."""
+    """Return the sample size as `sample_size` does, but for losses of any kind: it is estimated by
+    resampling the losses seen. None if it exceeds the horizon."""
     rng = np.random.default_rng(0)
     trials = 40
     ends = [test.passed_at(rng.choice(losses, test.horizon)) for _ in range(trials)]

@@ -233,8 +233,8 @@ class _Contest:
 
     @property
     def prompts_to_race(self) -> list[str | Messages]:
-        """Return the prompts of the heats and a quarter of the others; many settings run on
-        them."""
+        """Return the prompts for the race: those of the heats and a quarter of the others, because
+        many settings run on them."""
         heats = sum(n for n, _ in HEATS)
         return self.prompts[: heats + (len(self.prompts) - heats) // 4]
 

@@ -47,7 +47,7 @@ class Models:
     dtype: str | None = None
     """Precision of the weights: float32, bfloat16, … Default: the checkpoint's own."""
     device: str = "auto"
-    """Device: cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    """Device: cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     chat: bool | None = None
     """Apply the target's chat template to prompts. Default: if the target has one."""
     system: str | None = None
@@ -57,8 +57,8 @@ class Models:
     ] = ()
     """Argument of the chat template, NAME=VALUE, such as enable_thinking=false; may be repeated."""
     compile: bool | None = None
-    """Export the models for ONNX Runtime and keep the exports. Default: if the work is long and the
-    models are small."""
+    """Export the models for ONNX Runtime and keep the exports. Default: only if the job is long and
+    the models are small."""
     engine: Literal["lenience", "vllm", "openai"] = "lenience"
     """Engine that runs the models: lenience's own loop, vLLM with the rules inside it
     (docs/vllm.md), or servers with OpenAI's API (--reference)."""
@@ -170,18 +170,18 @@ class TaskChoice:
     ] = ()
     r"""Text that ends answers, with \n for a new line; may be repeated."""
     answer: str | None = None
-    """Method to extract the answer from responses to JSON rows: number-after:MARKER, last-number,
-    boxed, choice, after:MARKER or regex:PATTERN."""
+    """Method of extracting the answer from a response, for JSON rows: number-after:MARKER,
+    last-number, boxed, choice, after:MARKER or regex:PATTERN."""
     same: str | None = None
-    """Comparison of answers: number, text, choice or math. Default: as fits
+    """Comparison of answers: number, text, choice or math. Default: the one that suits
     --answer."""
     prompt_field: str | None = None
     """Field of a row that holds the prompt. Default: prompt (text) or messages (chat)."""
     reference_field: str | None = None
     """Field of a row that holds the reference. Default: reference."""
     prompt_template: str | None = None
-    r"""Template of the prompt from a row's fields, such as 'Q: {question}\nA:', with \n for a new
-    line."""
+    r"""Template that builds the prompt from a row's fields, such as 'Q: {question}\nA:', with \n
+    for a new line."""
 
     def loading(self) -> dict[str, Any]:
         """Return the arguments of `load_task` as plain values."""

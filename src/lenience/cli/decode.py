@@ -47,8 +47,8 @@ def generate(
     Parameters
     ----------
     prompt
-        Prompt text, @FILE for the text of a file, or - for standard input (the default). With the
-        built-in pair on a terminal the default is a problem of its task.
+        Prompt text, @FILE for the text of a file, or - for standard input (the default). On a
+        terminal, the default with the built-in pair is a problem from its task.
     run
         Run folder whose models are used unless flags name others. certified:RUN implies it.
     """

@@ -48,9 +48,9 @@ class FitFlags:
     of the run."""
     tokens: str | None = None
     """Tokens after which states are read: draft (the drafted token), previous, target (for studies
-    only), or several, separated by commas. Default: draft for a judge, draft,previous with --head
-    mlp or --ahead, and previous for a gate or a stop, for which draft costs another pass of the
-    draft."""
+    only), or several, separated by commas. Default: draft for a logistic judge or with annotated
+    answers, draft,previous for another judge or with --ahead, and previous for a gate or a stop,
+    for which draft costs another pass of the draft."""
     layer: str | None = None
     """Layers of the target whose states a judge reads, separated by commas: a number (-1 is the
     last layer, before the final norm) or norm (after it). Default: norm; -1 for annotated
@@ -66,13 +66,13 @@ class FitFlags:
     """Rule whose rejections a --stop head learns, such as judge:RUN/judge@0.99. Default: the strict
     rule."""
     gate: Flag = False
-    """Train a gate, which also marks tokens that skip verification, used as --stop gate:RUN/gate@T
-    (SPRINTER)."""
+    """Train a gate, which ends drafting and also marks tokens that skip verification, used as
+    --stop gate:RUN/gate@T (SPRINTER)."""
     drafter: Literal["medusa", "blockwise", "eagle", "model", "skip"] | None = None
-    """Drafter to train on the target's answers in the run, used as --drafter medusa:RUN/medusa:
-    medusa (heads with vocabulary matrices of their own), blockwise (heads that share the target's)
-    or eagle (a layer on the target's states, EAGLE-3). model distils the draft model, used as
-    --draft RUN/model (DistillSpec). skip searches for layers that the target can leave out."""
+    """Drafter to train on the target's answers in the run. medusa (heads with their own vocabulary
+    matrices), blockwise (heads that share the target's matrix) and eagle (a layer on the target's
+    states, EAGLE-3) are used like --drafter medusa:RUN/medusa. model distils the draft model, used
+    as --draft RUN/model (DistillSpec). skip searches for layers that the target can leave out."""
     distill: Literal["forward-kl", "reverse-kl", "on-policy"] | None = None
     """Loss for --drafter model: forward-kl (KL(target ‖ draft) along the target's answers, the
     default), reverse-kl, or on-policy (forward KL along answers that the draft samples)."""
@@ -97,7 +97,7 @@ class FitFlags:
     with_: Annotated[str | None, Parameter(name="--with")] = None
     """Drafter to measure with --tree. Default: the draft model."""
     draw: Literal["with-replacement", "without-replacement"] | None = None
-    """Method to draw tokens of the measured --tree, as in planned:16,draw=…"""
+    """Method of drawing the tokens of the measured --tree, as in planned:16,draw=…"""
     temperature: float | None = None
     """Sampling temperature for --draw. Default: 1."""
     heads: int | None = None
@@ -109,11 +109,11 @@ class FitFlags:
     also: tuple[Path, ...] = ()
     """Further run of the same pair to learn from; may be repeated."""
     fold: int | None = None
-    """Fifth of a benchmark's problems to leave out, 0 to 4: those that the task tests with fold=K,
-    so that five judges decode all problems out of fold."""
+    """Fifth of a benchmark's problems to leave out of training, 0 to 4: the problems that the task
+    tests with fold=K. Five judges can then decode all problems out of fold."""
     soft: Flag = False
     """Train a judge on the share of resampled continuations that changed the answer (mine
-    --resamples). Default: on whether the greedy continuation did."""
+    --resamples). Default: train on whether the greedy continuation changed it."""
     curve: Flag = False
     """Print the head's figures when trained on an eighth, a quarter, a half and all of the samples,
     and what more samples would bring. Saves nothing."""
@@ -129,7 +129,7 @@ class FitFlags:
     draft: str | None = None
     """Hub name or folder of the draft. Default: the run's."""
     device: str = "auto"
-    """Device: cpu, cuda, …; auto takes a GPU if there is one."""
+    """Device: cpu, cuda, …; auto uses a GPU if there is one."""
 
     @property
     def annotated(self) -> bool:

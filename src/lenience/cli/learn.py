@@ -146,7 +146,7 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
     ----------
     run
         Run folder. With --from annotated: a JSONL file with the fields question, correct, wrong
-        (two answers) and error (the wrong characters [begin, end] of the wrong answer); the judge
+        (two answers) and error ([begin, end): the wrong characters of the wrong answer); the judge
         is saved in judge/ in a folder named like the file, without .jsonl.
     """
     flags = flags or FitFlags()

@@ -121,8 +121,8 @@ def grade(
     limit: int = 50,
     json: Json = False,
 ) -> None:
-    """Write a page on which people grade blinded pairs of answers, or read the grades that the page
-    saved.
+    """Write a page on which people grade blinded pairs of answers, or add the grades saved by that
+    page to the report.
 
     Parameters
     ----------
@@ -240,7 +240,7 @@ def tune(
 ) -> None:
     """Find and certify the fastest setting on this machine whose loss is at most --max-drop.
     Thresholds, windows, stop conditions and drafters race on fresh prompts; strict decoding takes
-    part. Decode with the result by --rule certified:RUN.
+    part. Use the result with --rule certified:RUN.
 
     Parameters
     ----------

@@ -85,8 +85,8 @@ else:
         "CertifyDecoding",
         "rule",
         "stop_strings",
-        window="The draft window, 8 by default, which the certificate binds; auto picks the "
-        "fastest, on prompts of its own.",
+        window="Maximum number of drafted tokens per cycle, which the certificate binds. Default: "
+        "8; auto picks the fastest window, on separate prompts.",
         seed="Random seed for sampling and for drawing prompts.",
     )
     CompareDecoding = decoding_flags(
@@ -117,7 +117,7 @@ class PromptFlags:
     show: Flag = False
     """Colour each token by its origin."""
     profile: Flag = False
-    """Print the wall-clock time per component. The prompt is answered once before, as a warm-up."""
+    """Print the wall-clock time per component. The prompt is first answered once as a warm-up."""
     servers: Servers = field(default_factory=Servers)
 
     def many(self, prompt: str | None) -> list[GivenPrompt]:
@@ -166,9 +166,10 @@ class MineFlags:
     top_k: int | None = None
     """Number of most probable tokens to sample from. Default: the model's generation_config."""
     top_p: float | None = None
-    """Share of the probability to sample from. Default: the model's generation_config."""
+    """Share of the probability to sample from, most probable tokens first. Default: the model's
+    generation_config."""
     draw_seed: int = 0
-    """Random seed for sampled mining."""
+    """Random seed for sampling the mined answers."""
     resamples: int = 0
     """Number of sampled continuations of each swap that changed the answer. fit --soft learns from
     the share of continuations that change it."""
@@ -176,12 +177,12 @@ class MineFlags:
     """Drafter whose tokens are swapped in: model, ngram, medusa:PATH, eagle:PATH, skip:LAYERS, …
     A judge learns from this drafter's tokens."""
     answers_only: Flag = False
-    """Write the target's answers without searching them, to train drafters on (fit --drafter) or
-    measure trees (fit --tree). Needs no draft model."""
+    """Record the target's answers without searching them for mismatches, to train drafters
+    (fit --drafter) or measure trees (fit --tree). Needs no draft model."""
     policy: str | None = None
     """Decoder whose answers are mined instead of the target's, such as 'judge:RUN/judge@0.99;
     window=16'. Labels mark its leniently accepted tokens that changed the answer. Use a new run
-    folder; fit --also takes it."""
+    folder; fit --also learns from it."""
 
     workers: int | None = None
     """Number of worker processes, each with its own models and, if there are several, its own
@@ -318,7 +319,7 @@ class CertifyFlags(QuestionFlags):
     """Print the estimated cost of a certificate, from a pilot of fresh prompts, and certify
     nothing."""
     pilot: int = 40
-    """Number of prompts in the pilot; they are used up."""
+    """Number of prompts in the pilot; they cannot be used again."""
     each: Flag = False
     """Test every candidate server on its own, with a shared error budget. Default: in the order
     given, up to the first that does not pass."""
@@ -344,8 +345,8 @@ class TuneFlags(QuestionFlags):
     window: tuple[int, ...] = ()
     """Windows to race. Default: 2 4 8 16 32."""
     stop: tuple[str, ...] = ()
-    """Stop conditions to race, besides none. Default: the run's stop head at three thresholds, if
-    it has one."""
+    """Stop conditions to race in addition to fixed (none). Default: the run's stop head at three
+    thresholds, if it has one."""
     drafter: tuple[str, ...] = ()
     """Drafters to race. Default: every drafter that needs no training, and those trained in the
     run."""
@@ -399,7 +400,7 @@ class AuditFlags:
     """Random seed for choosing prompts."""
     claim: Claims = ()
     """Fact about the servers that they do not report, such as 'vLLM 0.33, fly, eps 0.3'. It must
-    be the claim on the certificate."""
+    match the claim on the certificate."""
     servers: Servers = field(default_factory=Servers)
 
 
@@ -410,8 +411,8 @@ class CompareFlags:
     """Run folder whose models and task are used unless flags name others."""
     rule: tuple[str, ...] = ()
     """Rule to compare, one row each; may be repeated. The target alone and the draft alone are
-    always included. all stands for a grid of every rule; with all, a judge named without a
-    threshold runs at several."""
+    always included. all stands for every rule at a grid of settings; a judge named without a
+    threshold together with all runs at several thresholds."""
     setting: tuple[str, ...] = ()
     """Whole decoder to compare, such as 'judge:run/judge@0.99; window=16; stop=confidence:0.4'; may
     be repeated."""

@@ -35,7 +35,7 @@ Claims = Annotated[Several, Parameter(name="--claim", group=GROUP)]
 @dataclass
 class Servers:
     reference: str | None = None
-    """Server with OpenAI's API that stands for the target: URL, or 'URL; model=…; body={…};
+    """Server with OpenAI's API that takes the target's place: URL, or 'URL; model=…; body={…};
     name=…; api=completions; key-env=VAR; key-file=PATH'. Implies --engine openai."""
     candidate: Several = ()
     """Server to compare with the reference, written like --reference; may be repeated, the most

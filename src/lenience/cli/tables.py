@@ -670,7 +670,7 @@ def _print_gate(head: Head, folder: Path) -> None:
 
 
 def _is_chance(head: Head) -> bool:
-    """Return True if the interval of a head's AUC reaches down to one half."""
+    """Return True if the interval of a head's AUC begins at or below one half."""
     low, _ = head.metrics["auc_interval"]
     return bool(low <= 0.5)
 

@@ -37,8 +37,8 @@ class Recollection:
                     self._places[tuple(text[at - n : at])] = Place(number, at)
 
     def find(self, end: Sequence[int], least: int) -> Place | None:
-        """Return the latest position after which earlier texts had the same tokens as at this
-        `end`. The longest match of at least `least` tokens counts; None if there is no match."""
+        """Return the latest place in the earlier texts that follows the same tokens as `end` ends
+        with. The longest match of at least `least` tokens counts; None if there is no match."""
         for n in MATCHES:
             if least <= n <= len(end) and (place := self._places.get(tuple(end[-n:]))):
                 return place

@@ -15,7 +15,7 @@ class TargetSession(Session):
 
     def begin(self, prefixes: Sequence[list[int]]) -> list[bool]:
         """Return [B]: True for each prefix of which the target has read all but the last token, so
-        that drafting can start. The next `read` is of these prefixes and their continuations."""
+        that drafting can start. The next call of `read` takes these prefixes, continued."""
         raise NotImplementedError
 
 

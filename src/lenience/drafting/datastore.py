@@ -184,9 +184,9 @@ def _size(about: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Datastore(DrafterSpec):
-    """Propose the most frequent continuation of the text's longest end in a corpus (REST, He 2023).
-    The end has `shortest` to `longest` tokens, and at most `most` of its positions are used. The
-    path to each proposed token makes up at least the share `least` of the continuations."""
+    """Propose the most frequent continuation of the text's last tokens in a corpus (REST, He 2023).
+    The longest match of `shortest` to `longest` tokens counts, at no more than `most` positions.
+    The path to each proposed token makes up at least the share `least` of the continuations."""
 
     path: str
     longest: int = 16

@@ -104,7 +104,7 @@ class EagleWeights:
 
     @property
     def feature_size(self) -> int:
-        """Return the size of the target's features that each token is read with."""
+        """Return the size of the target's features that are read together with each token."""
         return self.tensors["fc.weight"].shape[1] - (self.size if self.is_first else 0)
 
     @cached_property

@@ -51,7 +51,7 @@ class Ngram(DrafterSpec):
 
 @dataclass(frozen=True)
 class Suffix(DrafterSpec):
-    """Propose the most frequent continuation of the text's longest ends earlier in it:
+    """Propose the most frequent continuation of the text's last tokens earlier in the text:
     SuffixDecoding (Oliaro 2024). At most the match's length times `factor` tokens are proposed. The
     match with the largest sum of path probabilities is used."""
 

@@ -91,7 +91,7 @@ class Suffixes:
             at, length = self._shorter(at)
 
     def _shorter(self, at: int) -> tuple[int, int]:
-        """Return the state of the next shorter end of a state's text, and the end's length."""
+        """Return the state of the next shorter suffix of a state's text, and that suffix's size."""
         link = max(self._link[at], 0)
         return link, self._length[link]
 

@@ -229,8 +229,8 @@ class Comparison:
             )
 
     def _fingerprints(self, decoders: Sequence[Decoder]) -> dict[str, str]:
-        """Return the fingerprints of what the decoders' specs only name: heads by path, and servers
-        by rule."""
+        """Return the fingerprints of the parts that the decoders' specs merely name: of heads, by
+        path, and of servers, by rule."""
         heads = _by_path(decoders).items()
         found = {path: head.head.fingerprint for path, head in heads}
         for decoder in decoders:

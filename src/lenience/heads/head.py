@@ -375,7 +375,7 @@ class HeadReference:
         return self.head.threshold if self.threshold is None else self.threshold
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        """Return the reference with its path changed by `path`; the built-in head's path stays."""
+        """Return the reference with `path` applied to its path, except for the built-in head."""
         return (
             self if self.path == self.built_in else replace(self, path=path(self.path))
         )

@@ -119,7 +119,7 @@ def resamples(folder: Path) -> Iterator[Resample]:
 def shares_harmless(folder: Path) -> list[float]:
     """Return a soft label for each labelled mismatch, in the journal's order: the share of its
     continuations, the greedy one included, that leave the answer unchanged. Mismatches that were
-    harmless at once have 1. Raises InputError if nothing was resampled."""
+    mined as harmless have 1. Raises InputError if nothing was resampled."""
     verdicts: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for draw in resamples(folder):
         if draw.same is not None:

@@ -176,8 +176,8 @@ class SearchResult:
 
 class Miner:
     """Search for important tokens in one sample (AutoJudge, Garipov 2025, algorithm 1). A swap
-    after which no answer is found counts as important. So a response that takes every unimportant
-    draft token has the target's own answer (appendix A)."""
+    after which no answer is found counts as important, so a response with every unimportant
+    draft token keeps the target's own answer (appendix A)."""
 
     def __init__(self, task: Task, sample: Sample, target: LM, max_new_tokens: int):
         self.task = task
@@ -262,7 +262,7 @@ class Miner:
         return Continue(prompt + response, left, stops, len(prompt), searches=searches)
 
     def _ends(self, response: list[int]) -> bool:
-        """Return True if a response ends with its last token."""
+        """Return True if a response is complete: at an EOS, a stop string or the length limit."""
         if response[-1] in self.target.eos_ids or len(response) >= self.max_new_tokens:
             return True
         return completes_stop(self.target, response, self.task.stop_strings)

@@ -42,6 +42,6 @@ class Part:
 
 
 def identity_of(pair: Pair, task: Task) -> dict[str, Any]:
-    """Return fingerprints of a pair and a task's name and version as plain values, to compare with
-    another process."""
+    """Return a pair's fingerprints, and a task's name and version, as plain values for comparison
+    with those of another process."""
     return {**pair.fingerprints, "task": [task.name, task.version]}

@@ -72,7 +72,7 @@ class RowCache(Protocol):
 
     @property
     def reads_ragged(self) -> bool | None:
-        """Return True if rows of different lengths can share a pass; None if this must be tried."""
+        """Return True if rows of different lengths can share a pass; None if not yet known."""
         ...
 
     @property

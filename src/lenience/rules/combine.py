@@ -256,7 +256,7 @@ def _deferred(
     opinions: Mapping[Lenient, _Opinion], used: Tensor | None
 ) -> Tensor | None:
     """Return [B, W] bool: True where the strict rule decides because a term defers or its budget is
-    used up; None for nowhere."""
+    used up; None if it decides nowhere."""
     masks = []
     for term, opinion in opinions.items():
         if opinion.defers is not None:

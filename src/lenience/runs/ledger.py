@@ -118,7 +118,7 @@ class Ledger:
                     Journal(self.place / name).write(record)
 
     def rows(self, lm: LM, task: Task, draw: Draw) -> list[Sample]:
-        """Return the rows of a draw, see `draw_rows`."""
+        """Return the rows of a draw, as `draw_rows` does."""
         with self.held():
             return draw_rows(lm, task, draw, uses_of(self.place, self.folder, draw))
 

@@ -207,7 +207,7 @@ class CheckedTask(Task):
         wrong: Any,
     ) -> Any:
         """Return a method's result. If it raises, return `wrong` if the task counts failures as
-        wrong, with a warning for the first; otherwise raise RuntimeError with the samples."""
+        wrong, and warn the first time; otherwise raise RuntimeError that names the samples."""
         try:
             return method()
         except (InputError, RunError):

@@ -52,9 +52,10 @@ def stop_states(
 def decided_states(
     pair: Pair, samples: Sequence[MinedSample], inputs: Inputs, of: Rule
 ) -> list[Labelled]:
-    """Return training rows for tokens that the draft proposes while the rule `of` answers each
-    sample: the draft's states [m, H] before or after each token, and whether the rule rejects the
-    token [m]. Raises InputError for states after drawn tokens, which answers do not keep."""
+    """Return training rows for the tokens that the draft proposes while each sample is answered
+    with the rule `of`: the draft's states [m, H] before or after each token, and whether the rule
+    rejects the token [m]. Raises InputError if the states after drawn tokens are requested, because
+    answers do not keep these tokens."""
     sampling = of.needs.sampling
     if sampling and inputs.tokens == ("draft",):
         raise InputError(

@@ -179,7 +179,7 @@ def _downwards(tree: Parents, kept: Sequence[bool]) -> list[int]:
 
 
 def _upwards(tree: Parents, kept: Sequence[bool]) -> list[int]:
-    """Return the path to the first accepted token, where each token comes after its descendants."""
+    """Return the path to the first accepted token in the order that visits descendants first."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(tree):
         children.setdefault(parent, []).append(node)

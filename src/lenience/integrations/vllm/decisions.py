@@ -56,8 +56,8 @@ class Windows:
     """Distributions from which the draft drew the tokens, [N, V]."""
 
     def places(self, which: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the indices of some requests' tokens and of their states, [B, W + 1] each. A
-        window shorter than the widest repeats its last index."""
+        """Return the indices of some requests' tokens, and those of their states, [B, W + 1] each.
+        Rows of windows shorter than the widest are padded with their last index."""
         width = max(self.lengths[b] for b in which)
         starts = [0]
         for n in self.lengths:
@@ -181,8 +181,8 @@ class WindowDecider:
             self.steps = {}
 
     def orders(self, windows: Windows, greedy: bool) -> KernelEdits:
-        """Return the changes that lead vLLM's kernel to the rules' verdicts. `greedy` is True if
-        the whole step is greedy, in which the kernel picks the target's token."""
+        """Return the edits that make vLLM's kernel reach the rules' verdicts. `greedy` is True if
+        the whole step is greedy; the kernel then picks the target's token."""
         self.forget_finished()
         orders = KernelEdits()
         for setting, which in self._settings(windows).items():
