@@ -3,13 +3,14 @@ used once, what is bound."""
 
 from __future__ import annotations
 
+import gzip
 import html
 import json
 import re
 import shutil
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from copy import copy
@@ -34,6 +35,7 @@ from lenience.certification.audit import (
     LivePrompt,
     State,
     audit,
+    read_logs,
     read_prompts,
 )
 from lenience.certification.certify import _reason, save
@@ -1127,6 +1129,41 @@ def test_a_file_is_audited_once(llama: Pair, task: Echo, tmp_path: Path) -> None
     )
     audit_file(again, grown[60:])
     assert again.state().seen == 120, "another file"
+
+
+def test_a_folder_of_logs_is_audited_once_as_its_logs_grow(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    certify(llama, task, tmp_path / "run", question(max_drop=0.9))
+    logs = tmp_path / "logs" / "day"
+    logs.mkdir(parents=True)
+
+    def write(name: str, numbers: Iterable[int]) -> None:
+        rows = [
+            {"prompt": task.prompt(i), "reference": task.right[task.prompt(i)]}
+            for i in numbers
+        ]
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        data = text.encode()
+        (logs / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+
+    def audited() -> tuple[int, int]:
+        watch = watching(tmp_path / "run", llama, task, share=1.0)
+        audit(watch, read_logs(tmp_path / "logs"))
+        return watch.state().audited, watch.state().seen
+
+    write("a.jsonl", range(6))
+    write("b.jsonl.gz", range(4))  # the first rows of both logs are alike
+    write("empty.jsonl", ())
+    (logs / "notes.txt").write_text("no log")
+    assert audited() == (10, 10)
+    assert audited() == (10, 10)
+    write("a.jsonl", range(9))
+    assert audited() == (13, 13)
+    (logs / "b.jsonl.gz").unlink()
+    (logs / "a.jsonl").write_text("")
+    with pytest.raises(InputError, match=r"logs: the folder has no \.jsonl files"):
+        read_logs(tmp_path / "logs")
 
 
 def test_an_audit_sees_a_share_and_survives_a_restart(

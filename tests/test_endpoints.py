@@ -773,4 +773,8 @@ def test_the_command_compares_servers(
     choice = TaskChoice(task=str(rows), answer="last-number")
     cli.compare(flags=flags, choice=choice)
     assert "served:fast" in capsys.readouterr().err
-    assert "served:fast" in (tmp_path / "compared" / "report.html").read_text()
+    page = (tmp_path / "compared" / "report.html").read_text()
+    assert "served:fast" in page and "Servers in turns" in page
+    assert "On your machine" not in page and "window 0" not in page
+    kept = json.loads((tmp_path / "compared" / "frontier.json").read_text())
+    assert [row["name"] for row in kept["endpoints"]] == ["reference", "fast"]

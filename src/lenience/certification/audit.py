@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -103,11 +104,13 @@ class LivePrompt:
     prompt: Prompt
     reference: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    log: str = ""
+    """Name of the prompt's file in a folder of logs; "" for a single file."""
 
     @property
     def content(self) -> str:
-        """Return the digest of prompt and reference."""
-        return digest([self.prompt, self.reference])
+        """Return the digest of prompt, reference and log."""
+        return digest([self.prompt, self.reference, *filter(None, [self.log])])
 
 
 @dataclass(frozen=True)
@@ -206,12 +209,14 @@ class Audit:
         """Return the indices of a file's rows to audit. Raises InputError, with the row, for a
         prompt that cannot be used."""
         rows = []
-        for row, live in enumerate(prompts):
+        numbers = _row_numbers(prompts)
+        for index, (live, number) in enumerate(zip(prompts, numbers)):
             try:
-                if self.picks(live.prompt, row):
-                    rows.append(row)
+                if self.picks(live.prompt, number):
+                    rows.append(index)
             except InputError as error:
-                raise InputError(f"prompt {row + 1}: {error}") from None
+                where = f"{live.log}: " if live.log else ""
+                raise InputError(f"{where}prompt {number + 1}: {error}") from None
         return rows
 
     def see(
@@ -346,6 +351,16 @@ def _watchable(run: Path) -> Certificate:
     return certificate
 
 
+def _row_numbers(prompts: Sequence[LivePrompt]) -> list[int]:
+    """Return each prompt's row number in its own log, from 0 on."""
+    lengths = Counter[str]()
+    numbers = []
+    for live in prompts:
+        numbers.append(lengths[live.log])
+        lengths[live.log] += 1
+    return numbers
+
+
 def read_prompts(path: Path, fields: Fields = USUAL_FIELDS) -> list[LivePrompt]:
     """Read the prompts of a JSONL file. A row has prompt or messages, or the names in `fields`, and
     optionally a reference. Raises InputError with the line."""
@@ -363,31 +378,48 @@ def read_prompts(path: Path, fields: Fields = USUAL_FIELDS) -> list[LivePrompt]:
     return prompts
 
 
+def read_logs(path: Path, fields: Fields = USUAL_FIELDS) -> list[LivePrompt]:
+    """Read the prompts of a JSONL file, or of all files in a folder of logs, in the order of their
+    names. Empty files in a folder are skipped. Raises InputError if there is no prompt."""
+    if not path.is_dir():
+        return read_prompts(path, fields)
+    prompts: list[LivePrompt] = []
+    for file in sorted(path.rglob("*.jsonl*")):
+        if file.name.endswith((".jsonl", ".jsonl.gz")) and file.stat().st_size:
+            name = file.relative_to(path).as_posix()
+            prompts += [replace(live, log=name) for live in read_prompts(file, fields)]
+    if not prompts:
+        raise InputError(f"{path}: the folder has no .jsonl files with prompts")
+    return prompts
+
+
 def audit(
     watch: Audit,
     prompts: Sequence[LivePrompt],
     batch_size: int = 16,
     progress: Progress = silent,
 ) -> int:
-    """Answer a share of a file's prompts with the certified rule and audit them. A row counts once,
-    even if the file grows. Return the number of rows audited in earlier calls. Raises InputError
+    """Answer a share of the prompts of a file, or of a folder of logs, with the certified rule and
+    audit them. A row counts once, even if its file grows. Return the number of rows audited in earlier calls. Raises InputError
     for an unusable prompt, before any work."""
     if batch_size < 1:
         raise InputError(f"batch_size {batch_size}: must be 1 or more")
-    contents = [live.content for live in prompts]
-    known = [watch.rows[row] for row in enumerate(contents) if row in watch.rows]
+    rows = [
+        (number, live.content) for number, live in zip(_row_numbers(prompts), prompts)
+    ]
+    known = [watch.rows[row] for row in rows if row in watch.rows]
     before = known[0] if known else watch.seen
     chosen = watch.chosen(prompts)
-    left = [row for row in chosen if (row, contents[row]) not in watch.rows]
+    left = [index for index in chosen if rows[index] not in watch.rows]
     again = len(chosen) - len(left)
     progress("auditing", again, len(chosen))
     for begin in range(0, len(left), batch_size):
         part = left[begin : begin + batch_size]
-        asked = [prompts[row].prompt for row in part]
+        asked = [prompts[index].prompt for index in part]
         outs = watch.pair.generate_batch(asked, watch.decoder, batch_size=batch_size)
         alone = watch.pair.generate_batch(asked, watch.alone, batch_size=batch_size)
-        for done, (row, out, own) in enumerate(zip(part, outs, alone), begin + 1):
-            watch.see_row(prompts[row], out.text, own, row, before)
+        for done, (index, out, own) in enumerate(zip(part, outs, alone), begin + 1):
+            watch.see_row(prompts[index], out.text, own, rows[index][0], before)
             progress("auditing", again + done, len(chosen))
     watch.reach(before + len(prompts))
     return again

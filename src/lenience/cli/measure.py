@@ -35,6 +35,7 @@ from lenience.cli.servers import FLOOR, STORE, Servers, print_floor, print_speed
 from lenience.cli.steps import audit_run, certify_run, compare_run, plan_run, tune_run
 from lenience.cli.tables import print_grades
 from lenience.core.errors import RunError
+from lenience.core.files import write_json
 
 if TYPE_CHECKING:
     from lenience.certification.question import CertifyConfig
@@ -71,18 +72,21 @@ def compare(
         pair = _pair_to_compare(models, config, task)
     with fitting(pair, task, choice) as fits:
         frontier = compare_run(pair, fits, config, flags.out)
-    speeds = _time_servers(servers, pair, task, config) if servers.named else []
+    if servers.named:
+        speeds = _time_servers(servers, pair, task, config)
+        frontier = frontier.model_copy(update={"endpoints": speeds})
     if flags.out is not None:
         from lenience.evaluation.pages import write_report
         from lenience.evaluation.plots import no_figures
 
         report = flags.out / "report.html"
+        write_json(flags.out / "frontier.json", frontier.to_json())
         write_report(report, frontier)
         say(f"report: {report}   {no_figures()}".rstrip())
     if json:
         whole = frontier.to_json()
-        kept = {key: value for key, value in whole.items() if key != "examples"}
-        print_json({**kept, "endpoints": speeds} if speeds else kept)
+        left_out = {"examples"} if servers.named else {"examples", "endpoints"}
+        print_json({key: whole[key] for key in whole if key not in left_out})
 
 
 def _pair_to_compare(models: Models, config: CompareConfig, task: Task) -> Pair:
@@ -282,9 +286,10 @@ def audit(
     run
         Run folder with the certificate.
     prompts
-        JSONL file with the fields prompt or messages and, if known, reference.
+        JSONL file with the fields prompt or messages and, if known, reference; or a folder of
+        such files.
     """
-    from lenience.certification.audit import AuditConfig, read_prompts
+    from lenience.certification.audit import AuditConfig, read_logs
     from lenience.runs.certificate import read_certificate
     from lenience.tasks import JsonlTask
     from lenience.tasks.rows import USUAL_FIELDS
@@ -292,7 +297,7 @@ def audit(
     flags = flags or AuditFlags()
     # raises for wrong input before the models are loaded
     task = choice_of(run, choice or TaskChoice()).load()
-    rows = read_prompts(
+    rows = read_logs(
         prompts, task.fields if isinstance(task, JsonlTask) else USUAL_FIELDS
     )
     read_certificate(run)

@@ -46,7 +46,7 @@ def recommended(frontier: Frontier) -> str:
 
 
 def _setting(row: NamedRow) -> str:
-    return f"{row.name} at window {row.window}"
+    return f"{row.name} at window {row.window}" if row.window else row.name
 
 
 def _speed(row: NamedRow) -> str:

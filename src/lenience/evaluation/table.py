@@ -150,6 +150,9 @@ class Frontier(Record, extra="allow"):
     rows: list[FrontierRow]
     allocation: list[AllocationPoint]
     examples: list[Example]
+    endpoints: list[dict[str, Any]] = []
+    """Speed of each server with several requests in flight; empty for a pair. See
+    `lenience.integrations.endpoints.speed.EndpointSpeed`."""
 
 
 def table(
