@@ -400,8 +400,8 @@ def audit(
     progress: Progress = silent,
 ) -> int:
     """Answer a share of the prompts of a file, or of a folder of logs, with the certified rule and
-    audit them. A row counts once, even if its file grows. Return the number of rows audited in earlier calls. Raises InputError
-    for an unusable prompt, before any work."""
+    audit them. A row counts once, even if its file grows. Return the number of rows audited in
+    earlier calls. Raises InputError for an unusable prompt, before any work."""
     if batch_size < 1:
         raise InputError(f"batch_size {batch_size}: must be 1 or more")
     rows = [

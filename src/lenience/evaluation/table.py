@@ -150,7 +150,7 @@ class Frontier(Record, extra="allow"):
     rows: list[FrontierRow]
     allocation: list[AllocationPoint]
     examples: list[Example]
-    endpoints: list[dict[str, Any]] = []
+    endpoints: tuple[dict[str, Any], ...] = ()
     """Speed of each server with several requests in flight; empty for a pair. See
     `lenience.integrations.endpoints.speed.EndpointSpeed`."""
 
