@@ -144,7 +144,7 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
         )
         for number, kind in enumerate(("Q8_0", "Q4_0"), 1):
             with serving(kind, FIRST_PORT + number) as url:
-                flags = (*task, "--max-drop", "0.03")
+                flags = (*task, "--loss", "disagreement", "--max-drop", "0.05")
                 candidate = f"{url}; name={kind}"
                 asked = Question(f"llama-{kind}", reference, candidate, flags)
                 found[f"llama.cpp, {kind}"] = ask(asked, args.work)

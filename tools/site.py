@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import re
 from pathlib import Path
@@ -13,6 +14,9 @@ COMMANDS = "<!-- commands -->"
 MARK = re.compile(r"^<!-- (?:not )?measured.*?-->\n", re.M)
 """Comments that name results files, for the tests."""
 
+PIPE_IN_CODE = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
+"""Code with an escaped pipe in a table, which only GitHub shows without the backslash."""
+
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Return a page's text for the site."""
@@ -21,8 +25,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, _commands())
     markdown = MARK.sub("", markdown)
+    markdown = PIPE_IN_CODE.sub(_code, markdown)
     address = f"{config.repo_url}/blob/main/"
     return re.sub(r"\]\(\.\./([^)]+)\)", rf"]({address}\1)", markdown)
+
+
+def _code(found: re.Match[str]) -> str:
+    """Return code with escaped pipes as HTML."""
+    text = html.escape(found[1].replace("\\|", "|")).replace("|", "&#124;")
+    return f"<code>{text}</code>"
 
 
 def _from_root(markdown: str) -> str:
