@@ -25,7 +25,8 @@ from recording import write_results
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.integrations.endpoints import Endpoint, ServedOptions, ServedPair
-from lenience.integrations.endpoints.client import Call, Client, Reply
+from lenience.integrations.endpoints.client import Client
+from lenience.integrations.endpoints.store import Call, Reply
 from lenience.tasks import Sample, Task
 
 RESULTS = Path(__file__).parent / "results" / "endpoints.json"

@@ -89,48 +89,64 @@ def quantised(path: Path, weights: Arrays, split: Split, out: Path) -> Arrays:
     for node in graph.node:
         source = made_by.get(node.input[1]) if node.op_type == "MatMul" else None
         name = source.input[0] if source and source.op_type == "Transpose" else ""
-        if name not in weights or weights[name].shape[1] % BLOCK:
+        if name in weights and weights[name].shape[1] % BLOCK == 0:
+            nodes += in_8_bits(node, name, weights[name], split, codes)
+        else:
             nodes.append(node)
-            continue
-        rows, columns = weights[name].shape
-        bits, level, parts = split(weights[name])
-        outputs = []
-        for part, (code, scale) in parts.items():
-            codes[f"{name}.codes{part}"] = code
-            codes[f"{name}.scale{part}"] = scale.reshape(-1)
-            result = f"{node.output[0]}.{part}" if part else node.output[0]
-            outputs.append(result)
-            inputs = [node.input[0], f"{name}.codes{part}", f"{name}.scale{part}"]
-            nodes.append(
-                helper.make_node(
-                    "MatMulNBits",
-                    inputs,
-                    [result],
-                    domain="com.microsoft",
-                    K=columns,
-                    N=rows,
-                    bits=bits,
-                    block_size=BLOCK,
-                    accuracy_level=level,
-                )
-            )
-        if len(outputs) > 1:
-            nodes.append(helper.make_node("Add", outputs, list(node.output)))
-    read = {name for node in nodes for name in node.input}
-    nodes = [
-        node for node in nodes if node.op_type != "Transpose" or node.output[0] in read
-    ]
-    read = {name for node in nodes for name in node.input}
-    kept = [value for value in graph.initializer if value.name in read]
-    del graph.node[:], graph.initializer[:]
-    graph.node.extend(nodes)
-    graph.initializer.extend(kept)
+    replace_nodes(graph, nodes)
     graph.initializer.extend(
         numpy_helper.from_array(array, name) for name, array in codes.items()
     )
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     onnx.save(model, str(out))
-    return {name: weight for name, weight in weights.items() if name in read}
+    left = {value.name for value in graph.initializer}
+    return {name: weight for name, weight in weights.items() if name in left}
+
+
+def in_8_bits(
+    node: onnx.NodeProto,
+    name: str,
+    matrix: NDArray[Any],
+    split: Split,
+    codes: Arrays,
+) -> list[onnx.NodeProto]:
+    """Return the nodes that stand for a product with a matrix [N, K]. Adds its codes and scales to
+    `codes`."""
+    rows, columns = matrix.shape
+    bits, level, parts = split(matrix)
+    shape = {"K": columns, "N": rows, "bits": bits, "block_size": BLOCK}
+    nodes = []
+    outputs = []
+    for part, (code, scale) in parts.items():
+        codes[f"{name}.codes{part}"] = code
+        codes[f"{name}.scale{part}"] = scale.reshape(-1)
+        outputs.append(f"{node.output[0]}.{part}" if part else node.output[0])
+        nodes.append(
+            helper.make_node(
+                "MatMulNBits",
+                [node.input[0], f"{name}.codes{part}", f"{name}.scale{part}"],
+                outputs[-1:],
+                domain="com.microsoft",
+                accuracy_level=level,
+                **shape,
+            )
+        )
+    if len(outputs) > 1:
+        nodes.append(helper.make_node("Add", outputs, list(node.output)))
+    return nodes
+
+
+def replace_nodes(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> None:
+    """Replace the nodes of a graph, without transposes and constants that nothing reads."""
+    read = {name for node in nodes for name in node.input}
+    kept = [
+        node for node in nodes if node.op_type != "Transpose" or node.output[0] in read
+    ]
+    read = {name for node in kept for name in node.input}
+    constants = [value for value in graph.initializer if value.name in read]
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(kept)
+    graph.initializer.extend(constants)
 
 
 def measured(

@@ -23,7 +23,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,11 @@ FIRST_PORT = 8110
 IN_FLIGHT = "16"
 WINDOW = 4
 """Number of drafted tokens of vLLM's draft model."""
+LOSSES = {
+    "disagreement": ("--loss", "disagreement", "--max-drop", "0.05"),
+    "paired": ("--max-drop", "0.03", "--allow-weak-target"),
+}
+"""Flags of the questions about quantised weights. The fine-tuned model is right on few problems."""
 KEPT = (
     "certified",
     "max_drop",
@@ -128,7 +133,7 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
             write_gguf(args.gguf, args.target, path, kind)
     script = str(HERE / "llama_server.py")
 
-    def serving(kind: str, port: int) -> Any:
+    def serving(kind: str, port: int) -> AbstractContextManager[str]:
         argv = [str(args.python), script, str(files[kind]), str(port)]
         return server(argv, port, args.work / f"{kind}.log")
 
@@ -144,60 +149,63 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
         )
         for number, kind in enumerate(("Q8_0", "Q4_0"), 1):
             with serving(kind, FIRST_PORT + number) as url:
-                flags = (*task, "--loss", "disagreement", "--max-drop", "0.05")
-                candidate = f"{url}; name={kind}"
-                asked = Question(f"llama-{kind}", reference, candidate, flags)
-                found[f"llama.cpp, {kind}"] = ask(asked, args.work)
+                for loss, flags in LOSSES.items():
+                    name = f"llama-{kind}-{loss}"
+                    candidate = f"{url}; name={kind}"
+                    asked = Question(name, reference, candidate, (*task, *flags))
+                    found[f"llama.cpp, {kind}, {loss}"] = ask(asked, args.work)
     return found
 
 
 def vllm(args: argparse.Namespace) -> dict[str, Any]:
     """Return the certificates of lenience's rules in vLLM, and of rounded weights."""
-    rule = f"judge:{args.judge.resolve()}@recall={args.recall}"
-    setting = {"lenience": {"rule": rule, "allow": ["topk:3"]}}
+    judge = f"judge:{args.judge.resolve()}@recall={args.recall}"
+    setting = {"lenience": {"rule": judge, "allow": ["topk:3"]}}
     draft = {
         "method": "draft_model",
         "model": str(EMBEDDED / "draft"),
         "num_speculative_tokens": WINDOW,
     }
+    flags = ["--speculative-config", json.dumps(draft), "--no-async-scheduling"]
+    flags += ["--additional-config", json.dumps(setting)]
     rounded = args.work / "rounded"
     if not rounded.exists():
         round_weights(EMBEDDED / "target", rounded)
-
-    def serving(model: Path, port: int, *flags: str) -> Any:
-        argv = [str(args.python), "-m", "vllm.entrypoints.openai.api_server"]
-        argv += ["--model", str(model), "--served-model-name", model.name]
-        argv += ["--dtype", "float32", "--max-model-len", "1024"]
-        argv += ["--host", "127.0.0.1", "--port", str(port), *flags]
-        log = args.work / f"vllm-{model.name}.log"
-        return server(argv, port, log, VLLM_CPU_KVCACHE_SPACE="1")
-
-    def dial(url: str, rule: str, name: str) -> str:
-        body = json.dumps({"vllm_xargs": {"lenience": rule}})
-        return f"{url}; body={body}; name={name}; api=completions"
-
-    speculative = ("--speculative-config", json.dumps(draft), "--no-async-scheduling")
-    plugin = ("--additional-config", json.dumps(setting))
-    common = ("--task", "wordmath")
     found = {}
-    with serving(EMBEDDED / "target", FIRST_PORT, *speculative, *plugin) as url:
+    with vllm_server(args, EMBEDDED / "target", FIRST_PORT, flags) as url:
         exact = dial(url, "exact", "exact")
-        questions = {
+        for label, (name, rule, drop) in {
             "vLLM, exact again": ("again", "exact", "0.01"),
-            "vLLM, judge": ("judge", rule, "0.03"),
+            "vLLM, judge": ("judge", judge, "0.03"),
             "vLLM, topk:3": ("topk", "topk:3", "0.03"),
-        }
-        for label, (name, asked, drop) in questions.items():
-            flags = (*common, "--max-drop", drop)
-            candidate = dial(url, asked, name)
-            question = Question(f"vllm-{name}", exact, candidate, flags)
+        }.items():
+            asked = ("--task", "wordmath", "--max-drop", drop)
+            question = Question(f"vllm-{name}", exact, dial(url, rule, name), asked)
             found[label] = ask(question, args.work)
-        with serving(rounded, FIRST_PORT + 1) as other:
-            flags = (*common, "--max-drop", "0.03")
+        with vllm_server(args, rounded, FIRST_PORT + 1, []) as other:
+            asked = ("--task", "wordmath", "--max-drop", "0.03")
             candidate = f"{other}; name=rounded; api=completions"
-            question = Question("vllm-rounded", exact, candidate, flags)
+            question = Question("vllm-rounded", exact, candidate, asked)
             found["vLLM, weights in 8 bits"] = ask(question, args.work)
     return found
+
+
+def vllm_server(
+    args: argparse.Namespace, model: Path, port: int, flags: Sequence[str]
+) -> AbstractContextManager[str]:
+    """Return a vLLM server of a model."""
+    argv = [str(args.python), "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", str(model), "--served-model-name", model.name]
+    argv += ["--dtype", "float32", "--max-model-len", "1024"]
+    argv += ["--host", "127.0.0.1", "--port", str(port), *flags]
+    log = args.work / f"vllm-{model.name}.log"
+    return server(argv, port, log, VLLM_CPU_KVCACHE_SPACE="1")
+
+
+def dial(url: str, rule: str, name: str) -> str:
+    """Return the endpoint of a rule in a server with the plugin."""
+    body = json.dumps({"vllm_xargs": {"lenience": rule}})
+    return f"{url}; body={body}; name={name}; api=completions"
 
 
 def round_weights(source: Path, folder: Path) -> None:

@@ -32,10 +32,11 @@ from lenience.cli.servers import Servers
 from lenience.core.errors import InputError, RunError
 from lenience.decoding.decoder import Decoder
 from lenience.evaluation.compare import CompareConfig, compare
-from lenience.integrations.endpoints.client import Call, Client
+from lenience.integrations.endpoints.client import Client
 from lenience.integrations.endpoints.endpoint import Endpoint
 from lenience.integrations.endpoints.pair import ServedOptions, ServedPair
 from lenience.integrations.endpoints.speed import measure_speeds
+from lenience.integrations.endpoints.store import Call
 from lenience.runs.certificate import read_certificate
 from lenience.tasks import load_task
 

@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 import httpx2
 
 from lenience.core.errors import InputError, RunError, first_line
-from lenience.core.files import digest
 from lenience.integrations.endpoints.endpoint import APIS, Endpoint
-from lenience.runs.journal import Journal
+from lenience.integrations.endpoints.flow import Flow
+from lenience.integrations.endpoints.store import Call, Reply, Store, Usage
 
 ATTEMPTS = 8
 """Maximum number of attempts of a request that a server answers with an error."""
@@ -38,127 +37,6 @@ BUSY = (408, 429, 500, 502, 503, 504)
 """Status codes after which a request is sent again."""
 SPENT = "insufficient_quota"
 """Error code with status 429 that is permanent."""
-SLOWER = 4.0
-"""Multiple of the best latency per token above which fewer requests are kept in flight."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A request to an endpoint."""
-
-    endpoint: Endpoint
-    body: Mapping[str, Any]
-    kept_as: str = ""
-    """Key of the answer in the store; "" to send the request in any case."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An endpoint's answer to a request."""
-
-    text: str
-    finish: str
-    model: str
-    prompt_tokens: int
-    completion_tokens: int
-    passes: int | None = None
-    """Number of target passes, if the server reports it."""
-    seconds: float = 0.0
-    first_token: float | None = None
-    """Seconds to the first token of a stream."""
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self)
-
-
-class Store:
-    """A store of answers by the content of their requests, in a JSONL file."""
-
-    def __init__(self, path: Path | None):
-        self._journal = None if path is None else Journal(path)
-        self._known: dict[str, Reply] = {}
-        for record in self._journal.resume() if self._journal else ():
-            if "forgotten" in record:
-                self._drop(record["forgotten"])
-            else:
-                self._known[record["key"]] = Reply(**record["reply"])
-
-    def get(self, key: str) -> Reply | None:
-        return self._known.get(key)
-
-    def add(self, key: str, reply: Reply) -> None:
-        if not key:
-            return
-        self._known[key] = reply
-        if self._journal:
-            self._journal.write({"key": key, "reply": reply.to_json()})
-
-    def forget(self, keys: Sequence[str]) -> None:
-        """Remove answers, so that they are requested again."""
-        self._drop(keys)
-        if self._journal:
-            self._journal.write({"forgotten": list(keys)})
-
-    def _drop(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._known.pop(key, None)
-
-
-@dataclass
-class Usage:
-    """The numbers of requests and tokens that were paid for."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    def add(self, reply: Reply) -> None:
-        self.requests += 1
-        self.prompt_tokens += reply.prompt_tokens
-        self.completion_tokens += reply.completion_tokens
-
-
-@dataclass
-class Flow:
-    """The number of requests sent to an endpoint at once, `allowed`. It grows by one after
-    `allowed` answers, shrinks by 0.5 after a slow answer (down to half of `most`), and halves after
-    an overload error."""
-
-    most: int
-    allowed: float = 0.0
-    running: int = 0
-    best: float = float("inf")
-    """Lowest seconds per token so far."""
-    down_since: float | None = None
-    """Time from which the server was unreachable or overloaded; None while it answers."""
-    free: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-    def __post_init__(self) -> None:
-        self.allowed = float(self.most)
-
-    async def __aenter__(self) -> None:
-        async with self.free:
-            await self.free.wait_for(lambda: self.running < max(1, int(self.allowed)))
-            self.running += 1
-
-    async def __aexit__(self, *_: object) -> None:
-        async with self.free:
-            self.running -= 1
-            self.free.notify_all()
-
-    def answered(self, seconds: float, tokens: int) -> None:
-        """Adjust the number of requests after an answer."""
-        self.down_since = None
-        each = seconds / max(1, tokens)
-        self.best = min(self.best, each)
-        if each > SLOWER * self.best and self.allowed > self.most / 2:
-            self.allowed = max(1.0, self.allowed - 0.5)
-        else:
-            self.allowed = min(float(self.most), self.allowed + 1 / self.allowed)
-
-    def refused(self) -> None:
-        """Halve the number of requests after an overload error."""
-        self.allowed = max(1.0, self.allowed / 2)
 
 
 class Client:
@@ -501,8 +379,3 @@ async def _events(response: httpx2.Response) -> AsyncIterator[str]:
     async for line in response.aiter_lines():
         if line.startswith("data:"):
             yield line.removeprefix("data:").strip()
-
-
-def request_key(identity: Mapping[str, Any], body: Mapping[str, Any]) -> str:
-    """Return the key of an answer: the server as it describes itself, and the request."""
-    return digest([dict(identity), dict(body)], 16, sort_keys=True)

@@ -18,8 +18,9 @@ from lenience.core.files import digest
 from lenience.decoding.decoder import Decoder, check_binding
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import takes_options
-from lenience.integrations.endpoints.client import Call, Client, Reply, request_key
+from lenience.integrations.endpoints.client import Client
 from lenience.integrations.endpoints.endpoint import Endpoint
+from lenience.integrations.endpoints.store import Call, Reply, request_key
 from lenience.models.prompts import Chat, Prompt
 from lenience.rules.baselines import served
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from lenience.core.progress import Progress, silent
 from lenience.decoding.decoder import Decoder
-from lenience.integrations.endpoints.client import Call, Reply
 from lenience.integrations.endpoints.endpoint import Endpoint
 from lenience.integrations.endpoints.pair import ServedPair
+from lenience.integrations.endpoints.store import Call, Reply
 from lenience.models.prompts import Prompt
 
 BOOTSTRAPS = 2000
