@@ -39,7 +39,6 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "served.json"
 START_SECONDS = 300
 """Seconds after which a server that does not answer counts as broken."""
-FIRST_PORT = 8110
 IN_FLIGHT = "16"
 WINDOW = 4
 """Number of drafted tokens of vLLM's draft model."""
@@ -73,13 +72,16 @@ class Question:
 
 @contextmanager
 def server(argv: Sequence[str], port: int, log: Path, **env: str) -> Iterator[str]:
-    """Run a server. Yields its address once it answers. Raises SystemExit if it does not start."""
+    """Run a server. Yields its address once it answers. Raises SystemExit if it does not start, or
+    another server has the port."""
+    url = f"http://127.0.0.1:{port}/v1"
+    if _answers(url):
+        raise SystemExit(f"{url}: another server is there; name another --port")
     with log.open("ab") as file:
         process = subprocess.Popen(
             argv, stdout=file, stderr=file, env={**os.environ, **env}
         )
     try:
-        url = f"http://127.0.0.1:{port}/v1"
         until = time.monotonic() + START_SECONDS
         while not _answers(url):
             if process.poll() is not None or time.monotonic() > until:
@@ -141,14 +143,14 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
     task = ["--task", str(args.rows), *fields, "--answer", "last-number"]
     task += ["--max-new-tokens", "128", "--split", "test"]
     found = {}
-    with serving("F32", FIRST_PORT) as reference:
+    with serving("F32", args.port) as reference:
         again = f"{reference}; name=again"
         flags = (*task, "--max-drop", "0.01")
         found["llama.cpp, float32 again"] = ask(
             Question("llama-again", reference, again, flags), args.work
         )
         for number, kind in enumerate(("Q8_0", "Q4_0"), 1):
-            with serving(kind, FIRST_PORT + number) as url:
+            with serving(kind, args.port + number) as url:
                 for loss, flags in LOSSES.items():
                     name = f"llama-{kind}-{loss}"
                     candidate = f"{url}; name={kind}"
@@ -159,7 +161,8 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
 
 def vllm(args: argparse.Namespace) -> dict[str, Any]:
     """Return the certificates of lenience's rules in vLLM, and of rounded weights."""
-    judge = f"judge:{args.judge.resolve()}@recall={args.recall}"
+    judges = f"judge:{args.judge.resolve()}@recall="
+    judge = f"{judges}{args.recall}"
     setting = {"lenience": {"rule": judge, "allow": ["topk:3"]}}
     draft = {
         "method": "draft_model",
@@ -172,17 +175,18 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
     if not rounded.exists():
         round_weights(EMBEDDED / "target", rounded)
     found = {}
-    with vllm_server(args, EMBEDDED / "target", FIRST_PORT, flags) as url:
+    with vllm_server(args, EMBEDDED / "target", args.port, flags) as url:
         exact = dial(url, "exact", "exact")
         for label, (name, rule, drop) in {
             "vLLM, exact again": ("again", "exact", "0.01"),
-            "vLLM, judge": ("judge", judge, "0.03"),
+            "vLLM, judge at recall 0.98": ("strict-judge", f"{judges}0.98", "0.03"),
+            f"vLLM, judge at recall {args.recall}": ("judge", judge, "0.03"),
             "vLLM, topk:3": ("topk", "topk:3", "0.03"),
         }.items():
             asked = ("--task", "wordmath", "--max-drop", drop)
             question = Question(f"vllm-{name}", exact, dial(url, rule, name), asked)
             found[label] = ask(question, args.work)
-        with vllm_server(args, rounded, FIRST_PORT + 1, []) as other:
+        with vllm_server(args, rounded, args.port + 1, []) as other:
             asked = ("--task", "wordmath", "--max-drop", "0.03")
             candidate = f"{other}; name=rounded; api=completions"
             question = Question("vllm-rounded", exact, candidate, asked)
@@ -230,6 +234,7 @@ def main() -> None:
     parser.add_argument("--rows")
     parser.add_argument("--judge", type=Path)
     parser.add_argument("--recall", default="0.95")
+    parser.add_argument("--port", type=int, default=8110)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     which: Mapping[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
