@@ -419,12 +419,24 @@ def test_keys_go_into_headers_alone(
 
 
 def test_the_reference_against_itself(server: Server) -> None:
-    pair = pair_of(server)
-    assert pair.floor(["1+2", "3+4"], Decoder.of(rule="target", window=0)) == [
+    pair = pair_of(server, FAST)
+    pair.client.in_flight = 1
+    decoder = Decoder.of(rule="target", window=0)
+    assert pair.floor(pair.reference, ["1+2", "3+4"], decoder) == [
         ("The answer is 3.",) * 2,
         ("The answer is 7.",) * 2,
     ]
     assert server.asked == {"1+2": 2, "3+4": 2}
+    server.wrong = lambda number: server.asked.total() > 6  # in the second round
+    noisy = pair.candidates["fast"]
+    assert pair.floor(noisy, ["1+2", "3+4"], decoder) == [
+        ("The answer is 3.", "The answer is 4."),
+        ("The answer is 7.", "The answer is 8."),
+    ]
+    assert [body["messages"][-1]["content"] for body in server.bodies[-2:]] == [
+        "3+4",
+        "1+2",
+    ]
 
 
 def test_speeds_are_measured_in_turns(server: Server) -> None:
@@ -488,11 +500,12 @@ def test_a_killed_certificate_asks_nothing_twice(
     made = json.loads(done.stdout.strip().split("\n")[-1])
     assert made["certified"]["rule"] == "served:same" and made["losses"] == 0
     assert made["noise"] == {"n": 20, "other_texts": 0, "other_answers": 0}
-    # reference and candidate once, the reference twice for the noise; what was in flight again
+    assert made["candidate_noise"] == {"same": made["noise"]}
+    # reference and candidate once, both twice for the noise; what was in flight again
     most = Counter(server.asked.values())
     assert sum(count for times, count in most.items() if times > 4) == 0
     assert sum(count for times, count in most.items() if times > 2) <= 20 + 8
-    assert "requests" in done.stderr and "the reference against itself" in done.stderr
+    assert "requests" in done.stderr and "same against itself" in done.stderr
 
 
 def test_the_command_fails_if_nothing_is_certified(

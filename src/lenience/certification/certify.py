@@ -213,6 +213,8 @@ def _certificate(
         command=config.command,
         grading=on.task.grading,
         noise=None if on.pair.noise is None else dict(on.pair.noise),
+        candidate_noise={n: dict(of) for n, of in on.pair.candidate_noise.items()}
+        or None,
         reason=None if best else _reason(config, shown),
         needed=None if best else _needed(on, setting, shown),
         decoded=on.decoded,

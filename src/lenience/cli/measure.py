@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lenience.cli.choices import (
     MANY,
@@ -31,7 +31,7 @@ from lenience.cli.options import (
     given,
     needs_draft,
 )
-from lenience.cli.servers import FLOOR, STORE, Servers, print_floor, print_speeds
+from lenience.cli.servers import FLOOR, STORE, Servers, measure_noise, print_speeds
 from lenience.cli.steps import audit_run, certify_run, compare_run, plan_run, tune_run
 from lenience.cli.tables import print_grades
 from lenience.core.errors import RunError
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lenience.certification.question import CertifyConfig
     from lenience.decoding.pair import Pair
     from lenience.evaluation.compare import CompareConfig
+    from lenience.integrations.endpoints.pair import ServedPair
     from lenience.tasks import Task
 
 
@@ -74,7 +75,7 @@ def compare(
         frontier = compare_run(pair, fits, config, flags.out)
     if servers.named:
         speeds = _time_servers(servers, pair, task, config)
-        frontier = frontier.model_copy(update={"endpoints": speeds})
+        frontier = frontier.model_copy(update={"endpoints": tuple(speeds)})
     if flags.out is not None:
         from lenience.evaluation.pages import write_report
         from lenience.evaluation.plots import no_figures
@@ -100,13 +101,11 @@ def _time_servers(
     servers: Servers, pair: Pair, task: Task, config: CompareConfig
 ) -> list[dict[str, Any]]:
     """Measure and print the speed of servers at the concurrency of --in-flight."""
-    from lenience.integrations.endpoints.pair import ServedPair
     from lenience.integrations.endpoints.speed import measure_speeds
     from lenience.runs.answers import for_task
     from lenience.tasks import take
 
-    served: Any = pair
-    assert isinstance(served, ServedPair)
+    served = cast("ServedPair", pair)
     samples = take(task, "test", min(config.timed, config.limit or config.timed))
     decoder = for_task(config.shared, config.options, task)
     prompts = [sample.prompt for sample in samples]
@@ -215,7 +214,7 @@ def _served(
     flags: CertifyFlags, models: Models, run: Path, config: CertifyConfig, task: Task
 ) -> Pair:
     """Return servers in the role of a pair. Print the maximum cost of a certificate, and how often
-    the reference differs from itself."""
+    each server differs from itself."""
     from lenience.runs.answers import for_task
     from lenience.tasks import take
 
@@ -229,7 +228,7 @@ def _served(
     alone = for_task(config.decoder, config.options, task).with_options(
         {"rule": "target", "window": 0}
     )
-    pair.noise = print_floor(pair, task, samples[:FLOOR], alone)
+    measure_noise(cast("ServedPair", pair), task, samples[:FLOOR], alone)
     return pair
 
 

@@ -14,6 +14,7 @@ from lenience.core.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from lenience.decoding.decoder import Decoder
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
     from lenience.integrations.endpoints.endpoint import Endpoint
@@ -25,7 +26,7 @@ STORE = "requests.jsonl"
 """File of a run's answers from servers."""
 MILLION = 1_000_000
 FLOOR = 20
-"""Number of prompts that the reference answers twice."""
+"""Number of prompts that each server answers twice."""
 GROUP = Group("Servers", sort_key=3)
 Several = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
 Claims = Annotated[Several, Parameter(name="--claim", group=GROUP)]
@@ -104,9 +105,9 @@ class Servers:
 
     def say_plan(self, samples: list[Sample], draws: int, max_new_tokens: int) -> None:
         """Print the maximum number of requests and tokens of a run: `draws` answers to each sample
-        from every server, and one more from the reference to the first FLOOR samples."""
-        answers = draws * len(samples) * (1 + len(self.candidate))
-        answers += min(FLOOR, len(samples))
+        from every server, and one more to the first FLOOR samples."""
+        servers = 1 + len(self.candidate)
+        answers = servers * (draws * len(samples) + min(FLOOR, len(samples)))
         text = sum(len(str(sample.prompt)) for sample in samples) / len(samples)
         read = round(answers * text / 4)
         written = answers * max_new_tokens
@@ -151,24 +152,36 @@ def served_answers(
         yield list(zip(pair.endpoints, row))
 
 
-def print_floor(
-    pair: Any, task: Task, samples: list[Sample], decoder: Any
-) -> dict[str, Any]:
-    """Measure and print how often the reference differs from itself."""
-    with screen.status("the reference against itself"):
-        both = pair.floor([sample.prompt for sample in samples], decoder)
-    texts = sum(a != b for a, b in both)
-    answers = sum(
-        a != b
-        and task.same(task.answer(a, sample), task.answer(b, sample), sample)
-        is not True
-        for (a, b), sample in zip(both, samples)
-    )
-    say(
-        f"the reference against itself on {counted(len(both), 'prompt')}: {texts} other texts, "
-        f"{answers} other answers; batching may cause a loss of up to this size"
-    )
-    return {"n": len(both), "other_texts": texts, "other_answers": answers}
+def measure_noise(
+    pair: ServedPair, task: Task, samples: list[Sample], decoder: Decoder
+) -> None:
+    """Measure and print how often each server differs from itself, and keep the counts in the
+    pair."""
+    prompts = [sample.prompt for sample in samples]
+    counts = {}
+    for endpoint in pair.endpoints:
+        with screen.status(f"{endpoint.name} against itself"):
+            both = pair.floor(endpoint, prompts, decoder)
+        texts = sum(a != b for a, b in both)
+        answers = sum(
+            a != b
+            and task.same(task.answer(a, sample), task.answer(b, sample), sample)
+            is not True
+            for (a, b), sample in zip(both, samples)
+        )
+        counts[endpoint.name] = {
+            "n": len(both),
+            "other_texts": texts,
+            "other_answers": answers,
+        }
+        say(
+            f"{endpoint.name} against itself on {counted(len(both), 'prompt')}: "
+            f"{texts} other texts, {answers} other answers"
+        )
+    if any(of["other_answers"] for of in counts.values()):
+        say("batching changes answers, and may cause a loss of up to that size")
+    pair.noise = counts.pop(pair.reference.name)
+    pair.candidate_noise = counts
 
 
 def print_speeds(speeds: list[EndpointSpeed]) -> None:

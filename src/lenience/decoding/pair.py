@@ -83,6 +83,8 @@ class Pair:
     noise: Mapping[str, int] | None = None
     """Number of answers that differ between two runs of the same greedy requests on a reference
     server."""
+    candidate_noise: Mapping[str, Mapping[str, int]] = {}
+    """The same for each candidate server, by name."""
 
     def __init__(self, target: LM, draft: LM | None, name: str):
         self.target = target

@@ -172,6 +172,8 @@ class Certificate(Record):
     noise: dict[str, int] | None = None
     """Number of prompts that a reference server answered twice, and how many of these pairs differ
     in text and in answer."""
+    candidate_noise: dict[str, dict[str, int]] | None = None
+    """The same counts for each candidate server, by its name."""
     reason: str | None = None
     """Reason why nothing is certified; None if a setting is."""
     needed: int | None = None

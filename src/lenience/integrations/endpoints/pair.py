@@ -105,6 +105,7 @@ class ServedPair:
     compiled = False
     models: Mapping[str, Any]
     noise: Mapping[str, int] | None = None
+    candidate_noise: Mapping[str, Mapping[str, int]] = {}
 
     def __init__(
         self,
@@ -373,19 +374,23 @@ class ServedPair:
             ) from None
 
     def floor(
-        self, prompts: Sequence[Prompt], decoder: Decoder
+        self, endpoint: Endpoint, prompts: Sequence[Prompt], decoder: Decoder
     ) -> list[tuple[str, str]]:
-        """Return two texts of the reference for each prompt, from separate requests. Servers that
-        batch may answer the same greedy request in different ways."""
-        endpoint = self.reference
-        texts: list[dict[int, str]] = []
-        for repeat in (0, 1):
-            calls = [
-                self.call(endpoint, prompt, decoder, number, repeat)
-                for number, prompt in enumerate(prompts)
-            ]
-            texts.append({n: reply.text for n, reply in self.client.run(calls)})
-        return [(texts[0][n], texts[1][n]) for n in range(len(prompts))]
+        """Return two texts of an endpoint for each prompt, from separate requests. Servers that
+        batch may answer the same greedy request in different ways; the second requests are sent in
+        reverse, so that other requests share their batches."""
+        calls = [
+            self.call(endpoint, prompt, decoder, number)
+            for number, prompt in enumerate(prompts)
+        ]
+        again = [
+            self.call(endpoint, prompt, decoder, number, repeat=1)
+            for number, prompt in enumerate(prompts)
+        ][::-1]
+        first = {n: reply.text for n, reply in self.client.run(calls)}
+        second = {n: reply.text for n, reply in self.client.run(again)}
+        last = len(prompts) - 1
+        return [(first[n], second[last - n]) for n in range(len(prompts))]
 
 
 def _generation(reply: Reply, prompt: list[int]) -> Generation:
