@@ -18,13 +18,11 @@ from lenience.runs.answers import Answer
 from lenience.runs.certificate import Certificate, Certified
 
 ORIGINS = {
-    "draft": "proposed by the draft, and what the target would have said",
-    "draft-lenient": "proposed by the draft, kept although the target would have said something "
-    "else",
-    "draft-trusted": "proposed by the draft, and kept on its gate's word, the target not having "
-    "read it",
-    "correction": "the target's, in place of a rejected one",
-    "bonus": "the target's, after a window accepted whole",
+    "draft": "a drafted token that the target agrees with",
+    "draft-lenient": "a drafted token, accepted although the target picks another",
+    "draft-trusted": "a drafted token, accepted by the gate without verification",
+    "correction": "the target's token in place of a rejected one",
+    "bonus": "the target's token after a fully accepted window",
 }
 FIGURES = (
     "accuracy", "paired_loss", "tokens_per_pass", "tokens_per_second", "seconds_per_correct",
