@@ -282,7 +282,13 @@ def test_an_interrupt_ends_what_waits_for_a_grader(
         "8",
     ]
     command += ["--out", str(tmp_path / "run"), "--no-compile"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell starts background jobs with interrupts ignored, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     until = time.monotonic() + 120
     while time.monotonic() < until and process.poll() is None and server.asked < 3:
         time.sleep(0.05)
