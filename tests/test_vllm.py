@@ -474,7 +474,7 @@ def test_a_command_that_has_mined_ends_well(tmp_path: Path) -> None:
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "1 samples" in done.stderr and "exited unexpectedly" not in done.stderr
+    assert "1 sample," in done.stderr and "exited unexpectedly" not in done.stderr
 
 
 def test_on_a_gpu_a_vllm_ends_before_another_begins(
