@@ -34,6 +34,7 @@ from recording import write_results
 from safetensors.torch import load_file, save_file
 
 from lenience.core.files import EMBEDDED, write_json
+from lenience.decoding.loading import load_pair
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "served.json"
@@ -133,30 +134,55 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
     for kind, path in files.items():
         if not path.exists():
             write_gguf(args.gguf, args.target, path, kind)
-    script = str(HERE / "llama_server.py")
-
-    def serving(kind: str, port: int) -> AbstractContextManager[str]:
-        argv = [str(args.python), script, str(files[kind]), str(port)]
-        return server(argv, port, args.work / f"{kind}.log")
-
     fields = ("--prompt-field", "question", "--reference-field", "answer")
     task = ["--task", str(args.rows), *fields, "--answer", "last-number"]
     task += ["--max-new-tokens", "128", "--split", "test"]
     found = {}
-    with serving("F32", args.port) as reference:
+    with llama_server(args, files["F32"], args.port) as reference:
         again = f"{reference}; name=again"
         flags = (*task, "--max-drop", "0.01")
         found["llama.cpp, float32 again"] = ask(
             Question("llama-again", reference, again, flags), args.work
         )
         for number, kind in enumerate(("Q8_0", "Q4_0"), 1):
-            with serving(kind, args.port + number) as url:
+            with llama_server(args, files[kind], args.port + number) as url:
                 for loss, flags in LOSSES.items():
                     name = f"llama-{kind}-{loss}"
                     candidate = f"{url}; name={kind}"
                     asked = Question(name, reference, candidate, (*task, *flags))
                     found[f"llama.cpp, {kind}, {loss}"] = ask(asked, args.work)
-    return found
+    return found | published(args, task)
+
+
+def published(args: argparse.Namespace, task: Sequence[str]) -> dict[str, Any]:
+    """Return the certificate of the GGUF file as it was published, against its weights in
+    float32."""
+    whole = args.work / "published-F32.gguf"
+    if not whole.exists():
+        write_gguf(args.gguf, dequantised(args.gguf, args.work / "base"), whole, "F32")
+    with (
+        llama_server(args, whole, args.port) as reference,
+        llama_server(args, args.gguf, args.port + 1) as url,
+    ):
+        flags = (*task, *LOSSES["disagreement"])
+        asked = Question("llama-Q4_1", reference, f"{url}; name=Q4_1", flags)
+        return {"llama.cpp, Q4_1 as published, disagreement": ask(asked, args.work)}
+
+
+def llama_server(
+    args: argparse.Namespace, file: Path, port: int
+) -> AbstractContextManager[str]:
+    """Return a llama.cpp server of a GGUF file."""
+    argv = [str(args.python), str(HERE / "llama_server.py"), str(file), str(port)]
+    return server(argv, port, args.work / f"{file.stem}.log")
+
+
+def dequantised(file: Path, folder: Path) -> Path:
+    """Return a folder with the model of a GGUF file in float32."""
+    if not folder.exists():
+        model = load_pair(str(file), dtype="float32", compile=False).target.model
+        model.save_pretrained(folder)
+    return folder
 
 
 def vllm(args: argparse.Namespace) -> dict[str, Any]:

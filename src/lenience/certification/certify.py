@@ -212,9 +212,8 @@ def _certificate(
         gained=tuple(on.gained_samples(setting, shown.n)),
         command=config.command,
         grading=on.task.grading,
-        noise=None if on.pair.noise is None else dict(on.pair.noise),
-        candidate_noise={n: dict(of) for n, of in on.pair.candidate_noise.items()}
-        or None,
+        noise=on.pair.noise,
+        candidate_noise=on.pair.candidate_noise,
         reason=None if best else _reason(config, shown),
         needed=None if best else _needed(on, setting, shown),
         decoded=on.decoded,

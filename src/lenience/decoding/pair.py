@@ -80,10 +80,10 @@ class Pair:
     engine_name = OWN
     """Engine that runs the models: lenience's own loop, or another engine with its version."""
 
-    noise: Mapping[str, int] | None = None
+    noise: dict[str, int] | None = None
     """Number of answers that differ between two runs of the same greedy requests on a reference
     server."""
-    candidate_noise: Mapping[str, Mapping[str, int]] = {}
+    candidate_noise: dict[str, dict[str, int]] | None = None
     """The same for each candidate server, by name."""
 
     def __init__(self, target: LM, draft: LM | None, name: str):

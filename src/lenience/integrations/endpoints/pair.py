@@ -104,8 +104,8 @@ class ServedPair:
     draft = None
     compiled = False
     models: Mapping[str, Any]
-    noise: Mapping[str, int] | None = None
-    candidate_noise: Mapping[str, Mapping[str, int]] = {}
+    noise: dict[str, int] | None = None
+    candidate_noise: dict[str, dict[str, int]] | None = None
 
     def __init__(
         self,
