@@ -1155,6 +1155,8 @@ def test_a_folder_of_logs_is_audited_once_as_its_logs_grow(
     write("a.jsonl", range(6))
     write("b.jsonl.gz", range(4))  # the first rows of both logs are alike
     write("empty.jsonl", ())
+    write("empty.jsonl.gz", ())
+    (logs / "blank.jsonl").write_text("\n")
     (logs / "notes.txt").write_text("no log")
     assert audited() == (10, 10)
     assert audited() == (10, 10)

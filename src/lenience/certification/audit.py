@@ -362,8 +362,31 @@ def _row_numbers(prompts: Sequence[LivePrompt]) -> list[int]:
 
 
 def read_prompts(path: Path, fields: Fields = USUAL_FIELDS) -> list[LivePrompt]:
-    """Read the prompts of a JSONL file. A row has prompt or messages, or the names in `fields`, and
-    optionally a reference. Raises InputError with the line."""
+    """Read the prompts of a JSONL file: prompt or messages, or the names in `fields`, and perhaps a
+    reference. Raises InputError, with the line, for a wrong row, or if there is no prompt."""
+    prompts = _rows_of(path, fields)
+    if not prompts:
+        raise InputError(f"{path}: has no prompts")
+    return prompts
+
+
+def read_logs(path: Path, fields: Fields = USUAL_FIELDS) -> list[LivePrompt]:
+    """Read the prompts of a JSONL file, or of all files in a folder of logs, in the order of their
+    names. Files without rows in a folder are skipped. Raises InputError if there is no prompt."""
+    if not path.is_dir():
+        return read_prompts(path, fields)
+    prompts: list[LivePrompt] = []
+    for file in sorted(path.rglob("*.jsonl*")):
+        if file.name.endswith((".jsonl", ".jsonl.gz")):
+            name = file.relative_to(path).as_posix()
+            prompts += [replace(live, log=name) for live in _rows_of(file, fields)]
+    if not prompts:
+        raise InputError(f"{path}: the folder has no .jsonl files with prompts")
+    return prompts
+
+
+def _rows_of(path: Path, fields: Fields) -> list[LivePrompt]:
+    """Return the prompts of a JSONL file, which may be empty."""
     prompts = []
     for where, row in read_rows(path):
         whole = row.get("prompt") is not None or "messages" in row
@@ -373,23 +396,6 @@ def read_prompts(path: Path, fields: Fields = USUAL_FIELDS) -> list[LivePrompt]:
             raise InputError(f"{where}: {error}") from None
         reference = fields.reference_of(row)
         prompts.append(LivePrompt(prompt, reference, fields.besides(row)))
-    if not prompts:
-        raise InputError(f"{path}: has no prompts")
-    return prompts
-
-
-def read_logs(path: Path, fields: Fields = USUAL_FIELDS) -> list[LivePrompt]:
-    """Read the prompts of a JSONL file, or of all files in a folder of logs, in the order of their
-    names. Empty files in a folder are skipped. Raises InputError if there is no prompt."""
-    if not path.is_dir():
-        return read_prompts(path, fields)
-    prompts: list[LivePrompt] = []
-    for file in sorted(path.rglob("*.jsonl*")):
-        if file.name.endswith((".jsonl", ".jsonl.gz")) and file.stat().st_size:
-            name = file.relative_to(path).as_posix()
-            prompts += [replace(live, log=name) for live in read_prompts(file, fields)]
-    if not prompts:
-        raise InputError(f"{path}: the folder has no .jsonl files with prompts")
     return prompts
 
 
