@@ -1158,9 +1158,17 @@ def test_a_folder_of_logs_is_audited_once_as_its_logs_grow(
     write("empty.jsonl.gz", ())
     (logs / "blank.jsonl").write_text("\n")
     (logs / "notes.txt").write_text("no log")
+
+    def drawn() -> set[str]:
+        prompts = read_logs(tmp_path / "logs")
+        chosen = watching(tmp_path / "run", llama, task, share=0.5).chosen(prompts)
+        return {prompts[i].content for i in chosen if prompts[i].log != "day/a.jsonl"}
+
     assert audited() == (10, 10)
     assert audited() == (10, 10)
+    before = drawn()
     write("a.jsonl", range(9))
+    assert drawn() == before, "the draw of a log depends on no other"
     assert audited() == (13, 13)
     (logs / "b.jsonl.gz").unlink()
     (logs / "a.jsonl").write_text("")
