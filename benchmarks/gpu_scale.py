@@ -73,7 +73,7 @@ def commands(
 ) -> dict[str, list[str]]:
     """Return the commands of a user, from mining to a certificate."""
     samples, tested, largest = (
-        ("32", "4", "0.5") if bench.toy else ("400", "300", "0.02")
+        ("16", "4", "0.5") if bench.toy else ("400", "300", "0.02")
     )
     tuned = (
         ["--window", "8", "--drafter", "model", "--prompts", "16"] if bench.toy else []
@@ -89,7 +89,7 @@ def commands(
     ]
     # the built-in graphs
     models += ["--compile", "--dtype", "float32"] if bench.toy else []
-    asked = ["--max-drop", largest, *(["--limit", "24"] if bench.toy else [])]
+    asked = ["--max-drop", largest, *(["--limit", "16"] if bench.toy else [])]
     judge = f"judge:{run / 'judge'}"
     rules = [
         "--rule",
@@ -101,7 +101,7 @@ def commands(
         "--rule",
         "fuzzy:js@0.3",
     ]
-    timed = ["--timed", "4", "--repeats", "1", "--window", "8"] if bench.toy else []
+    timed = ["--timed", "2", "--repeats", "1", "--window", "8"] if bench.toy else []
     return {
         "mine": ["mine", *models, "--limit", samples, "--out", str(run)],
         "fit": ["fit", str(run)],

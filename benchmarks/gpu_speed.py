@@ -103,6 +103,10 @@ def _pass_ms(
     return round(1e3 * statistics.median(taken[1:]), 4)
 
 
+OWN_LAYERS = ("strict, exit", "strict, skip")
+"""Decoders that draft with layers of the target, whose graphs are exported when first asked for."""
+
+
 def fast(bench: Bench) -> Iterator[Item]:
     """Time decoders of the built-in pair, plain and recorded."""
     where = {"device": str(bench.device), "dtype": "float32"}
@@ -126,6 +130,9 @@ def fast(bench: Bench) -> Iterator[Item]:
     for batch in (2,) if bench.toy else (1, 8, 32, 128):
         for how, pair in pairs.items():
             for name, given in decoders.items():
+                # a dry run exports no graph that the package does not hold
+                if bench.toy and how == "exported" and name in OWN_LAYERS:
+                    continue
                 asked = prompts[: 2 if bench.toy else max(8, batch)]
                 options = {
                     "batch_size": batch,

@@ -37,7 +37,7 @@ RESULTS = HERE / "results" / "real.json"
 LAYERS = "4"
 VOCABULARY = "4096"
 ANSWERS = "1500"
-MINED = "160"
+MINED = "600"
 COMPARED = "200"
 WINDOWS = ("8",)
 CERTIFIED_WINDOW = "8"
@@ -132,7 +132,7 @@ def judging(paths: Paths) -> list[Step]:
     """Return the steps of mining, judges, the comparison of rules, and certificates."""
     mined = [*paths.target, *paths.draft, *paths.task, *LENGTH, "--limit", MINED]
     made = [
-        Step("mine", 0.2, lenience("mine", "--out", paths.run, *mined)),
+        Step("mine", 0.7, lenience("mine", "--out", paths.run, *mined)),
         *(
             Step(
                 f"judge {name}",

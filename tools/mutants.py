@@ -36,6 +36,7 @@ COPIED: tuple[str, ...] = (
     "tools",
     "examples",
     "SECURITY.md",
+    "CITATION.cff",
     "CODE_OF_CONDUCT.md",
     "mkdocs.yml",
     "README.md",
