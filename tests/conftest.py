@@ -31,11 +31,14 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GPTNeoConfig,
+    Lfm2Config,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -168,6 +171,33 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }
 
+WITH_STATES: dict[str, PretrainedConfig] = {
+    # a recurrence beside attention
+    "qwen3_5_text": Qwen3_5TextConfig(
+        **COMMON,
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    # a convolution beside attention
+    "lfm2": Lfm2Config(
+        **COMMON,
+        **SMALL,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    ),
+    # a recurrence alone, which transformers continues with one token at a time
+    "mamba": MambaConfig(
+        **COMMON, hidden_size=32, num_hidden_layers=2, state_size=4, time_step_rank=4
+    ),
+}
+"""Kinds whose layers keep a state that follows the tokens."""
+
 
 def make_tokenizer(words: int = VOCABULARY) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(
@@ -212,8 +242,9 @@ def checkpoints(
     def get(name: str) -> tuple[str, str]:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            target = save_model(folder / "target", CONFIGS[name], seed=1)
-            draft = save_model(folder / "draft", CONFIGS[name], seed=1, noise=0.15)
+            config = (CONFIGS | WITH_STATES)[name]
+            target = save_model(folder / "target", config, seed=1)
+            draft = save_model(folder / "draft", config, seed=1, noise=0.15)
             made[name] = (str(target), str(draft))
         return made[name]
 

@@ -110,13 +110,27 @@ def test_generation_settings_that_change_logits_are_honoured(
         )
 
 
+@pytest.mark.parametrize("forced", [7, [7]])
+def test_an_answer_of_the_maximum_length_ends_with_the_forced_eos(
+    forced: int | list[int], checkpoints
+) -> None:
+    pair = load_pair(*checkpoints("llama"), dtype="float32")
+    pair.target.model.generation_config.forced_eos_token_id = forced
+    wanted = plain_greedy(pair, PROMPTS[2], 12)
+    assert len(wanted) == 12 and wanted[-1] == 7
+    for window in (0, 1, 4, 8, 20):
+        out = pair.generate(PROMPTS[2], window=window, max_new_tokens=12)
+        assert out.tokens == wanted
+        assert out.trace[-1].origin != "draft" or out.trace[-1].token != 7
+
+
 @pytest.mark.parametrize(
     "key, value",
     [
         ("min_new_tokens", 4),
         ("guidance_scale", 2.0),
         ("num_beams", 3),
-        ("forced_eos_token_id", 0),
+        ("forced_eos_token_id", [0, 1]),
         ("begin_suppress_tokens", [1]),
     ],
 )

@@ -50,8 +50,9 @@ class Response:
         trace = list[Trace]()
         text = ""
         for entry in _entries(verdict):
-            trace.append(entry)
             self.new += 1
+            entry = self._forced(entry)
+            trace.append(entry)
             text += self._text.push(entry.token) if self._text else ""
             self.finish = self._ending(entry.token)
             if self.finish:
@@ -70,6 +71,15 @@ class Response:
             finish=self.finish,
             target_passes=int(verdict.read),
         )
+
+    def _forced(self, entry: Trace) -> Trace:
+        """Return the entry of the next token, which a model's `forced_eos_token_id` replaces where
+        the answer reaches its maximum number of tokens."""
+        forced = self.lm.forced_eos
+        longest = self.shown or self.max_new_tokens
+        if forced is None or self.new != longest or entry.token == forced:
+            return entry
+        return Trace(forced, "correction", None, None)
 
     def _ending(self, token: int) -> Finish | None:
         """Return the reason why the response ends with a token; None if it continues."""

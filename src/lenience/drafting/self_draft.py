@@ -48,6 +48,11 @@ class _OwnLayers(DrafterSpec):
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
         self.left_out(target.num_layers)
+        if not target.only_attends:
+            raise InputError(
+                f"{self}: {type(target.model).__name__} keeps states or shares keys between "
+                "layers, so some of its layers cannot draft alone; take ngram or a draft model"
+            )
 
     def models(self, setup: DrafterSetup) -> list[LM]:
         backend = setup.target.backend

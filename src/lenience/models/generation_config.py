@@ -22,7 +22,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "forced_bos_token_id",
-            "forced_eos_token_id",
             "watermarking_config",
             "constraints",
         ),

@@ -11,12 +11,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicIndexedLayer,
+    LinearAttentionLayer,
+)
 
 from lenience.core.profile import Profile
 from lenience.core.transfer import to_device
 from lenience.core.trees import Parents, depths, lineage
-from lenience.models.lm import LAST, LM, PassCache, States, cache_argument
+from lenience.models.lm import LAST, LM, PassCache, States, cache_argument, new_cache
+from lenience.models.recurrent import (
+    Checkpoints,
+    Pieces,
+    StateLayer,
+    find_mixers,
+    read_in_pieces,
+    sizes_of,
+)
 
 NOWHERE = 1 << 40
 """Position of a key that no token may attend to."""
@@ -91,6 +104,15 @@ class RowCache(Protocol):
 
     def on_session_closed(self) -> None:
         """Note that the cache's session is closed."""
+        ...
+
+    def row_bytes(self) -> dict[torch.device, int]:
+        """Return the bytes that a row needs whatever its length, per device."""
+        ...
+
+    def resumable(self, row: int, length: int) -> int:
+        """Return after how many of a row's first `length` tokens a pass can continue. States after
+        later tokens are dropped."""
         ...
 
     def copy(self, source: int, to: int, length: int) -> None:
@@ -180,7 +202,8 @@ class TreeVisibility:
 class PlainCache:
     """Keys and values of several rows, extended by the model's own forward pass. Layers with a
     sliding window also keep every state, so that rolling back is the same for all layers; the mask
-    limits the window."""
+    limits the window. For recurrent and convolutional states there are checkpoints, and rows are
+    read one by one."""
 
     can_loop = False
 
@@ -200,7 +223,24 @@ class PlainCache:
         lm.capture(states)
         self._features = _RowStates(self.slots)
         make_layer = cast(type[CacheLayerMixin], partial(_Layer, self.slots))
-        self._cache = PassCache(layer_class_to_replicate=make_layer)
+        self._state_layers: dict[int, StateLayer] = {}
+        self._checkpoints: Checkpoints | None = None
+        if lm.only_attends:
+            self._cache = PassCache(layer_class_to_replicate=make_layer)
+            return
+        layers = [_equivalent(layer, self.slots) for layer in new_cache(lm.model).layers]
+        self._cache = PassCache(layers=layers)
+        if lm.has_states:
+            self._follow_states(rows)
+
+    def _follow_states(self, rows: int) -> None:
+        """Keep checkpoints of the layers' states."""
+        self.reads_ragged = False
+        for i, layer in enumerate(self._cache.layers):
+            if isinstance(layer, StateLayer):
+                self._state_layers[i] = layer
+        self._checkpoints = Checkpoints([*self._state_layers.values()], rows)
+        self.lm.once("mixers", lambda: _prepare_mixers(self.lm))
 
     def of_layers(
         self, lm: LM, layers: Sequence[int], trees: bool
@@ -221,26 +261,43 @@ class PlainCache:
 
     def kept(self) -> Iterator[Tensor]:
         """Yield each kept tensor of states [rows, H, capacity + 1, D]."""
-        for layer in cast(list[_Layer], self._cache.layers):
-            if layer.is_initialized:
-                yield from layer.both()
+        for layer in self._cache.layers:
+            if isinstance(layer, _Layer):
+                yield from layer.kept()
         if self._features.states is not None:
             yield self._features.states
 
     @torch.inference_mode()
     def token_bytes(self) -> dict[torch.device, int]:
-        if not self._cache.layers:  # the first pass creates the layers
-            self.read(
-                Forward([0], [[0]], [0], [0], kv_length=1, num_states=1), Profile()
-            )
+        self._read_a_token()
         taken: dict[torch.device, int] = {}
         for states in self.kept():
             taken[states.device] = taken.get(states.device, 0) + states[0, :, 0].nbytes
         return taken
 
+    def row_bytes(self) -> dict[torch.device, int]:
+        if self._checkpoints is None:
+            return {}
+        self._read_a_token()
+        return {self.lm.device: self._checkpoints.row_bytes()}
+
+    @torch.inference_mode()
+    def _read_a_token(self) -> None:
+        """Read a token into a cache that has read none, as the first pass allocates its memory."""
+        if not any(True for _ in self.kept()):
+            self.read(
+                Forward([0], [[0]], [0], [0], kv_length=1, num_states=1), Profile()
+            )
+
+    def resumable(self, row: int, length: int) -> int:
+        kept = self._checkpoints
+        return length if kept is None else kept.resumable(row, length)
+
     def on_session_closed(self) -> None: ...
 
     def copy(self, source: int, to: int, length: int) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.copy(source, to, length)
         for states in self.kept():
             states[to, :, :length] = states[source, :, :length]
 
@@ -272,10 +329,36 @@ class PlainCache:
             sight = Visibility(at, torch.arange(forward.kv_length, device=device))
         if forward.parents is not None:
             sight = TreeVisibility.of(forward, self.lm.context_length).on(device)
+        if self._checkpoints is not None:
+            self._enter_states(self._checkpoints, forward)
         profile.add("cache")
         outputs = self.forward(ids, forward.num_states, sight, forward.inputs)
+        if self._checkpoints is not None:
+            self._keep_states(self._checkpoints, forward)
         profile.add(self.lm.role)
         return outputs
+
+    def _enter_states(self, checkpoints: Checkpoints, forward: Forward) -> None:
+        """Continue from the row's checkpoint. The mixers are to read the window apart from the
+        tokens before it, which are certain."""
+        start = forward.cached_lengths[0]
+        checkpoints.enter(forward.rows[0], start)
+        certain = forward.length - (forward.num_states - 1)
+        sizes = sizes_of(forward.length, certain, start == 0, self.lm.reads_one_by_one)
+        self._cache.pieces = Pieces(sizes, self._state_layers, certain)
+
+    def _keep_states(self, checkpoints: Checkpoints, forward: Forward) -> None:
+        """Keep the states before the window, and those after it."""
+        pieces = self._cache.pieces
+        assert pieces is not None
+        self._cache.pieces = None
+        row = forward.rows[0]
+        start = forward.cached_lengths[0]
+        before = [pieces.marked[i] for i in self._state_layers]
+        checkpoints.keep(row, start + pieces.mark, before)
+        if pieces.mark < forward.length:
+            after = [layer.state() for layer in self._state_layers.values()]
+            checkpoints.keep(row, start + forward.length, after)
 
     def forward(
         self,
@@ -366,10 +449,11 @@ class _Layer(CacheLayerMixin):
         self._keys = _RowStates(slots)
         self._values = _RowStates(slots)
 
-    def both(self) -> tuple[Tensor, Tensor]:
-        """Return the layer's keys and values."""
-        assert self._keys.states is not None and self._values.states is not None
-        return self._keys.states, self._values.states
+    def kept(self) -> Iterator[Tensor]:
+        """Yield the layer's keys and values, if there are any yet."""
+        for states in (self._keys.states, self._values.states):
+            if states is not None:
+                yield states
 
     def lazy_initialization(self, *_states: Tensor) -> None: ...
 
@@ -387,6 +471,63 @@ class _Layer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+class _IndexedLayer(_Layer):
+    """Keys and values of one layer, with the keys of an index that picks some of them."""
+
+    def __init__(self, slots: _Slots):
+        super().__init__(slots)
+        self._index_keys = _RowStates(slots)
+
+    def kept(self) -> Iterator[Tensor]:
+        yield from super().kept()
+        if self._index_keys.states is not None:
+            yield self._index_keys.states
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write index keys [m, T, D], and return all that the pass can see [m, K, D]."""
+        return self._index_keys.write(indexer_key_states[:, None])[:, 0]
+
+
+class _BothLayer(StateLayer, _Layer):
+    """Keys and values of one layer that also keeps a state."""
+
+    def __init__(self, slots: _Slots, number_of_states: int):
+        StateLayer.__init__(self, number_of_states)
+        _Layer.__init__(self, slots)
+
+
+def _equivalent(layer: object, slots: _Slots) -> Any:
+    """Return the layer of a PlainCache for a layer of transformers' own cache."""
+    if isinstance(layer, DummyLayer):
+        return DummyLayer()
+    if isinstance(layer, DynamicIndexedLayer):
+        return _IndexedLayer(slots)
+    if not isinstance(layer, LinearAttentionLayer):
+        return _Layer(slots)
+    if isinstance(layer, CacheLayerMixin):
+        return _BothLayer(slots, layer.number_of_states)
+    return StateLayer(layer.number_of_states)
+
+
+def _prepare_mixers(lm: LM) -> None:
+    """Make the modules that update a model's states read tokens in the pieces of each pass."""
+    cache = new_cache(lm.model)
+
+    def read_a_token() -> None:
+        ids = torch.tensor([[0]], device=lm.device)
+        lm.model(input_ids=ids, use_cache=True, **cache_argument(lm.model, cache))
+
+    def pieces_in(args: Any, kwargs: Any) -> Pieces | None:
+        given = (*args, *kwargs.values())
+        found = (value for value in given if isinstance(value, PassCache))
+        return next((cache.pieces for cache in found), None)
+
+    with torch.inference_mode():
+        mixers = find_mixers(lm.model, cache, read_a_token)
+    for mixer, layer in mixers:
+        read_in_pieces(mixer, layer, pieces_in)
 
 
 @dataclass

@@ -27,7 +27,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 from transformers.utils import logging
 
 from lenience.core.errors import InputError, RunError, TooLong, first_line
@@ -38,13 +46,27 @@ from lenience.core.identity import (
 )
 from lenience.models import gguf
 from lenience.models.prompts import Chat, Prompt, is_ids, plain, refuse_unusable
+from lenience.models.recurrent import Pieces
 from lenience.models.vocabulary import restrict_as_saved, save_whole, vocabulary_of
 
 T = TypeVar("T")
-CACHE_NAMES = ("past_key_values", "cache")
-"""Parameter names by which models take a cache. Up to transformers 5.23 the name is the first."""
+CACHE_NAMES = ("past_key_values", "cache", "cache_params")
+"""Parameter names by which models take a cache. Up to transformers 5.23 the name is the first, or the
+last for Mamba."""
 CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
 """Usual causes of NaN or infinite logits and states."""
+KNOWN_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    DynamicIndexedLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    DummyLayer,
+)
+"""Layers of transformers' caches that `lenience.models.kv_cache` has an equivalent of: keys and
+values (with an index over them), states, both, or nothing (a layer that uses another layer's keys
+and values)."""
 LOADING_ERRORS = (
     OSError,
     ValueError,
@@ -80,6 +102,8 @@ class PassCache(Cache):
     def __init__(self, **options: Any):
         super().__init__(**options)
         self._hidden: dict[int | None, Tensor] = {}
+        self.pieces: Pieces | None = None
+        """Pieces in which mixers read the tokens of the pass; None for all at once."""
 
     def put_hidden(self, layer: int | None, states: Tensor) -> None:
         self._hidden[layer] = states
@@ -170,7 +194,11 @@ class LM:
         self.name = name
         self.role = role
         self.embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
-        _refuse_unless_rollable(model, f"{role} {name!r}")
+        kinds = {type(layer) for layer in _cache_layers(model, f"{role} {name!r}")}
+        self.only_attends = kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+        """True if each layer of the cache keeps keys and values of its own."""
+        self.has_states = any(issubclass(kind, LinearAttentionLayer) for kind in kinds)
+        """True if some layers keep a recurrent or convolutional state."""
         self.lock = threading.RLock()
         """Lock held during checks of the model, its export, and its registration of hooks."""
         self.chat = Chat()
@@ -186,9 +214,13 @@ class LM:
                 f"{role} {name!r}: {kind} has no LM head; name a causal language model"
             )
         self.hidden_size = head.weight.shape[1]
-        cast(torch.nn.Module, model.get_decoder()).register_forward_hook(
-            _hand_over(None), with_kwargs=True
-        )
+        self.reads_one_by_one = False
+        """True if the mixers take one token at a time, as they cannot continue from a state with
+        several (see `lenience.models.recurrent`)."""
+        decoder = cast(torch.nn.Module, model.get_decoder())
+        if decoder is head:  # some kinds call their LM head so
+            decoder = cast(torch.nn.Module, model.base_model)
+        decoder.register_forward_hook(_hand_over(None), with_kwargs=True)
 
     def check_states(self) -> None:
         """Raise InputError if the model transforms its states before the LM head, since heads would
@@ -205,7 +237,7 @@ class LM:
         head = cast(torch.nn.Module, self.model.get_output_embeddings())
         read: list[Tensor] = []
         handle = head.register_forward_pre_hook(lambda _, args: read.append(args[0]))
-        cache = PassCache(layer_class_to_replicate=DynamicLayer)
+        cache = new_cache(self.model)
         try:
             ids = torch.tensor([[0]], device=self.device)
             self.model(
@@ -392,6 +424,22 @@ class LM:
                 stacklevel=2,
             )
         return frozenset(ids.union(added))
+
+    @property
+    def forced_eos(self) -> int | None:
+        """Return the token with which an answer of the maximum length ends, the
+        `forced_eos_token_id` of generation_config; None if there is none. Raises InputError for
+        several tokens."""
+        config = self.model.generation_config
+        token = config.forced_eos_token_id if config else None
+        if not isinstance(token, list | tuple):
+            return token
+        if len(token) != 1:
+            raise InputError(
+                f"{self.role} {self.name!r}: forced_eos_token_id={token!r} of its "
+                "generation_config names several tokens; keep one of them"
+            )
+        return int(token[0])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -651,25 +699,31 @@ def _caps_attention(source: str, options: Mapping[str, Any]) -> bool:
     return getattr(config, "attn_logit_softcapping", None) is not None
 
 
-def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
-    """Raise InputError for architectures whose cache cannot be rolled back to an earlier token."""
+def _cache_layers(model: PreTrainedModel, what: str) -> Sequence[object]:
+    """Return the layers of a new cache of transformers for a model. Raises InputError for
+    architectures whose cache cannot be rolled back to an earlier token."""
     config = model.config
-    kind = type(model).__name__
     takes_cache = _cache_name(cast(Hashable, type(model))) is not None
+    layers: Sequence[object] = ()
     try:
-        layers = [] if not takes_cache else DynamicCache(config=config).layers
-        rollable = all(
-            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers
-        )
+        layers = DynamicCache(config=config).layers if takes_cache else ()
+        known = all(type(layer) in KNOWN_LAYERS for layer in layers)
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
-        rollable = False  # transformers cannot build a cache for it
-    stateful = getattr(model, "_is_stateful", False)
-    if config.is_encoder_decoder or not takes_cache or stateful or not rollable:
+        known = False  # transformers cannot build a cache for it
+    follows = any(isinstance(layer, LinearAttentionLayer) for layer in layers)
+    stateful = getattr(model, "_is_stateful", False) and not follows
+    if config.is_encoder_decoder or not takes_cache or stateful or not known:
         raise InputError(
-            f"{what}: {kind} keeps a state that cannot be rolled back to an earlier "
-            "token, which "
-            "speculative decoding needs; use a decoder-only attention model"
+            f"{what}: {type(model).__name__} keeps a state that cannot be rolled back to an "
+            "earlier token, which speculative decoding needs; use a decoder-only model of "
+            "attention, or of layers whose states transformers keeps in its cache"
         )
+    return layers
+
+
+def new_cache(model: PreTrainedModel) -> PassCache:
+    """Return an empty cache of transformers' own layers for a model."""
+    return PassCache(layers=list(DynamicCache(config=model.config).layers))
 
 
 def check_finite(lm: LM, states: Tensor) -> None:

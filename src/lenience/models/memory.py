@@ -26,6 +26,16 @@ def token_bytes(lm: LM, states: States = LAST) -> dict[torch.device, int]:
     return lm.once(("token bytes", way, states.features), find)
 
 
+def row_bytes(lm: LM) -> dict[torch.device, int]:
+    """Return the bytes that a row needs whatever its length, for each device. Computed once per
+    model and kind of backend."""
+
+    def find() -> dict[torch.device, int]:
+        return Session(lm, capacity=1).cache.row_bytes()
+
+    return lm.once(("row bytes", type(lm.backend).__name__), find)
+
+
 def check_memory(
     caches: Iterable[tuple[LM, States, int]], rows: int, nodes: int = 0
 ) -> None:
@@ -41,6 +51,8 @@ def check_memory(
                 continue  # the cache exists already
         for device, size in token_bytes(lm, states).items():
             need[device] = need.get(device, 0) + size * (capacity + 1)
+        for device, size in row_bytes(lm).items():
+            need[device] = need.get(device, 0) + size
     for device, size in need.items():
         free = free_bytes(device)
         if free is not None and size * rows > free:

@@ -267,6 +267,12 @@ class GraphCache:
         of_token = self.states[:, 0, :, 0].nbytes + self._memory.features[0, 0].nbytes
         return {self.states.device: 2 * of_token}
 
+    def row_bytes(self) -> dict[torch.device, int]:
+        return {}
+
+    def resumable(self, row: int, length: int) -> int:
+        return length
+
     def on_session_closed(self) -> None:
         if not self._shares:
             self.graph.keep(self._memory)

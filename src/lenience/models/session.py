@@ -208,7 +208,7 @@ class Session:
             sequences, device_tokens = self._join(sequences, device_tokens)
         sequences, over = self._within_limits(sequences, num_states, parents)
         self._keep_paths(rows, sequences, parents)
-        reused = self._reused(cached, sequences, num_states)
+        reused = self._reused(rows, cached, sequences, num_states)
         counts = [len(new) - n for n, new in zip(reused, sequences)]
         groups = self._groups(sequences, counts, num_states)
         if len(groups) > 1 or not self.cache.can_loop:
@@ -297,7 +297,11 @@ class Session:
         held += [drafted[i] for i in path]
 
     def _reused(
-        self, cached: list[list[int]], sequences: Sequence[list[int]], num_states: int
+        self,
+        rows: Sequence[int],
+        cached: list[list[int]],
+        sequences: Sequence[list[int]],
+        num_states: int,
     ) -> list[int]:
         """Cut each row to the tokens that its new sequence reuses, and return their numbers.
 
@@ -312,7 +316,13 @@ class Session:
                 shrinks = len(new) <= switch < len(old)
                 if grows or shrinks:
                     del old[:]
-        return _cut_to_common(cached, sequences, num_states)
+        reused = []
+        for row, old, new in zip(rows, cached, sequences):
+            same = min(common(old, new), len(new) - num_states)
+            # a pass that fails then leaves no wrong state
+            del old[self.cache.resumable(row, same) :]
+            reused.append(len(old))
+        return reused
 
     def _within_limits(
         self,
@@ -389,19 +399,6 @@ class Session:
     def _reads_ragged(self) -> bool:
         known = self.cache.reads_ragged
         return probe_masks(self.lm) if known is None else known
-
-
-def _cut_to_common(
-    cached: list[list[int]], sequences: Sequence[list[int]], num_states: int
-) -> list[int]:
-    """Cut rows to the beginning that their new sequence shares, less the tokens that must be read
-    again for `num_states` states, and return the new lengths. A pass that fails then leaves no
-    wrong state."""
-    reused = []
-    for old, new in zip(cached, sequences):
-        del old[min(common(old, new), len(new) - num_states) :]
-        reused.append(len(old))
-    return reused
 
 
 def _in_order(
@@ -508,6 +505,17 @@ def check_windows(lm: LM) -> None:
 @torch.inference_mode()
 def _why_no_windows(lm: LM) -> str | None:
     """Return the reason why a model cannot read three tokens in one pass; None if it can."""
+    if not lm.has_states:
+        return _why_not_read_together(lm)
+    for one_by_one in (False, True):
+        lm.reads_one_by_one = one_by_one
+        why = _why_not_read_together(lm)
+        if why is None:
+            break
+    return why
+
+
+def _why_not_read_together(lm: LM) -> str | None:
     (tokens,) = _random_tokens(lm, [3])
     try:
         together = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
@@ -568,6 +576,8 @@ def check_trees(lm: LM, mend: str) -> None:
 
 def _why_no_trees(lm: LM) -> str | None:
     """Return the reason why a model's own forward pass cannot read trees; None if it can."""
+    if lm.has_states:
+        return "it keeps a state, which follows one path"
     if lm.rope_switch is not None:
         return f"its rotary factors change after {lm.rope_switch} tokens (longrope)"
     try:

@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
+
 
 from lenience.drafting.heads import DraftHeads
-from lenience.models.lm import LM, PassCache, cache_argument, save_model
+from lenience.models.lm import LM, cache_argument, new_cache, save_model
 from lenience.training.trainer import Answer, batches, by_length, mean_cross_entropy
 
 BATCH = 8
@@ -103,7 +103,7 @@ class FineTuning:
         asked = wanted[..., 0] != NOT_ASKED
         model = self.tuned.model
         device = self.tuned.device
-        cache = PassCache(layer_class_to_replicate=DynamicLayer)
+        cache = new_cache(model)
         # padding comes last, so causal attention never sees it
         model(input_ids=ids.to(device), **cache_argument(model, cache))
         states = cache.take_hidden()[0][asked.to(device)].float()  # [n, H]

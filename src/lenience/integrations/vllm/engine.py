@@ -130,6 +130,11 @@ class VllmPair(Pair):
                 f"{reader.role} {reader.name!r}: its generation_config sets {names}, "
                 "which is not passed to vLLM"
             )
+        if reader.forced_eos is not None:
+            raise InputError(
+                f"{reader.role} {reader.name!r}: its generation_config sets "
+                "forced_eos_token_id, which vLLM does not know; set it to None"
+            )
 
     def stream(
         self, prompt: Prompt, decoder: Decoder | None = None, **options: Any

@@ -1,0 +1,250 @@
+"""Recurrent and convolutional states of a cache's rows, with checkpoints to roll back to.
+
+A state sums up all tokens before it, so it cannot be cut as keys and values can. Each row therefore
+keeps checkpoints: copies of its states after some of its tokens. A pass continues from the last
+checkpoint whose tokens the new sequence shares, and reads the tokens after it again together with
+the new window. No pass is added; the pass is wider by the tokens read again.
+
+The tokens up to a window are certain, so a checkpoint between them and the window is worth most.
+Inside a pass each mixer (the module that updates a state) is therefore called on the tokens in two
+pieces, and the states between the pieces are copied. All other modules read the tokens at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
+
+CHECKPOINTS = 6
+"""Largest number of checkpoints of a row."""
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """States of one layer and one row after some tokens, by the index of the state."""
+
+    conv: dict[int, Tensor | None]
+    """Inputs of the convolutions' last steps [1, D, K]."""
+    recurrent: dict[int, Tensor | None]
+    """Recurrent states [1, …]."""
+    kernels: dict[int, int | None]
+    """Kernel sizes of the convolutions."""
+
+    def nbytes(self) -> int:
+        """Return the bytes of all tensors."""
+        tensors = [*self.conv.values(), *self.recurrent.values()]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+class StateLayer(LinearAttentionLayer):
+    """State of one layer, of the row that a pass reads."""
+
+    def state(self) -> LayerState:
+        """Return copies of the present states."""
+        return LayerState(
+            {i: _copy(state) for i, state in self.conv_states.items()},
+            {i: _copy(state) for i, state in self.recurrent_states.items()},
+            dict(self.conv_kernel_size),
+        )
+
+    def continue_from(self, state: LayerState | None) -> None:
+        """Continue from a copy of a state; None for a row without tokens."""
+        indices = range(self.number_of_states)
+        self.conv_states = {i: _copy(state.conv[i]) if state else None for i in indices}
+        self.recurrent_states = {
+            i: _copy(state.recurrent[i]) if state else None for i in indices
+        }
+        if state:
+            self.conv_kernel_size = dict(state.kernels)
+        self.is_conv_states_initialized = _present(self.conv_states)
+        self.is_recurrent_states_initialized = _present(self.recurrent_states)
+        self.has_previous_state = dict.fromkeys(indices, state is not None)
+
+
+def _copy(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.clone()
+
+
+def _present(states: dict[int, Tensor | None]) -> dict[int, bool]:
+    return {i: state is not None for i, state in states.items()}
+
+
+class Checkpoints:
+    """Checkpoints of all rows of a cache, by the number of tokens before them."""
+
+    def __init__(self, layers: Sequence[StateLayer], rows: int):
+        self.layers = layers
+        self._rows: list[dict[int, list[LayerState]]] = [{} for _ in range(rows)]
+
+    def resumable(self, row: int, length: int) -> int:
+        """Drop a row's checkpoints after its first `length` tokens. Return the number of tokens
+        before the last that is left, 0 if none is."""
+        kept = self._rows[row]
+        for after in [after for after in kept if after > length]:
+            del kept[after]
+        return max(kept, default=0)
+
+    def enter(self, row: int, length: int) -> None:
+        """Continue from a row's checkpoint after `length` tokens; 0 for the beginning."""
+        states = self._rows[row].get(length)
+        for i, layer in enumerate(self.layers):
+            layer.continue_from(states[i] if states else None)
+
+    def keep(self, row: int, length: int, states: list[LayerState]) -> None:
+        """Keep the states after a row's first `length` tokens. If there are too many checkpoints,
+        one is dropped, such that their distances from the end stay about a geometric sequence:
+        rolling back by n tokens then reads a multiple of n again, whatever n is."""
+        kept = self._rows[row]
+        kept[length] = states
+        while len(kept) > CHECKPOINTS:
+            lengths = sorted(kept)
+            ratios = {
+                lengths[i]: (length + 1 - lengths[i - 1])
+                / (length + 1 - lengths[i + 1])
+                for i in range(1, len(lengths) - 1)
+            }
+            del kept[min(ratios, key=lambda after: ratios[after])]
+
+    def copy(self, source: int, to: int, length: int) -> None:
+        """Give row `to` the checkpoints of row `source` within its first `length` tokens. States
+        are never changed in place, so both rows may hold the same."""
+        own = self._rows[source]
+        self._rows[to] = {after: own[after] for after in own if after <= length}
+
+    def row_bytes(self) -> int:
+        """Return the bytes of the checkpoints and the present states of a row."""
+        present = sum(layer.state().nbytes() for layer in self.layers)
+        return present * (CHECKPOINTS + 1)
+
+
+class Pieces:
+    """Pieces in which the mixers read the tokens of a pass, and what to do between two."""
+
+    def __init__(self, sizes: Sequence[int], layers: dict[int, StateLayer], mark: int):
+        """Take `sizes`: the numbers of tokens of the pieces; `layers`: the state layers by the
+        index of their layer; `mark`: the number of tokens after which states are copied."""
+        self.sizes = sizes
+        self.marked: dict[int, LayerState] = {}
+        """States after the first `mark` tokens, by the index of the layer."""
+        self.mark = mark
+        self._layers = layers
+
+    def passed(self, layer: int, tokens: int) -> None:
+        """Note that a layer's mixer has read the first tokens of the pass."""
+        if tokens == self.mark:
+            self.marked[layer] = self._layers[layer].state()
+
+
+def sizes_of(tokens: int, certain: int, begins: bool, one_by_one: bool) -> list[int]:
+    """Return the sizes of the pieces of a pass. The first `certain` of its tokens are a piece, and
+    the window after them. With `one_by_one` each token is a piece, except for the first piece of a
+    row that `begins`."""
+    sizes = [certain, tokens - certain] if certain < tokens else [tokens]
+    if not one_by_one:
+        return sizes
+    first = [certain] if begins else [1] * certain
+    return first + [1] * (tokens - certain)
+
+
+def find_mixers(
+    model: torch.nn.Module, cache: Cache, run: Callable[[], object]
+) -> list[tuple[torch.nn.Module, int]]:
+    """Return the modules that update states, each with the index of its layer. They are found by
+    `run()`, a pass over one token into `cache`."""
+    found: dict[int, tuple[torch.nn.Module, int]] = {}
+    running: list[torch.nn.Module] = []
+
+    def noted(update: Callable[..., V]) -> Callable[..., V]:
+        def call(states: Tensor, layer_idx: int, *args: Any, **named: Any) -> V:
+            found[id(running[-1])] = running[-1], layer_idx
+            return update(states, layer_idx, *args, **named)
+
+        return call
+
+    with _followed(model, running):
+        for name in ("update_conv_state", "update_recurrent_state"):
+            setattr(cache, name, noted(getattr(cache, name)))
+        run()
+    return list(found.values())
+
+
+@contextmanager
+def _followed(
+    model: torch.nn.Module, running: list[torch.nn.Module]
+) -> Iterator[None]:
+    """Keep the modules that are running in `running`, the innermost last."""
+    handles = []
+    for module in model.modules():
+        enter = lambda module, _: running.append(module)  # noqa: E731
+        leave = lambda *_: running.pop() and None  # noqa: E731
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def read_in_pieces(
+    mixer: torch.nn.Module, layer: int, pieces_in: Callable[[Any, Any], Pieces | None]
+) -> None:
+    """Make the mixer of a layer read the tokens of each pass in pieces. `pieces_in(args, kwargs)`
+    returns the pieces of the pass that a call belongs to; None to read all tokens at once. The
+    mixer's class changes, not its `forward`, so that copies of the model read in pieces too."""
+    own = type(mixer)
+    if issubclass(own, _InPieces):
+        return
+    given = {"layer_of_states": layer, "pieces_in": staticmethod(pieces_in)}
+    mixer.__class__ = type(own.__name__, (_InPieces, own), given)
+
+
+class _InPieces(torch.nn.Module):
+    """A mixer that reads the tokens of each pass in pieces, before the mixer's own class."""
+
+    layer_of_states: int
+    pieces_in: Callable[[Any, Any], Pieces | None]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        pieces = self.pieces_in(args, kwargs)
+        if pieces is None:
+            return super().forward(*args, **kwargs)
+        tokens = sum(pieces.sizes)
+        outputs = []
+        for end, size in zip(accumulate(pieces.sizes), pieces.sizes):
+            part = functools.partial(_part, start=end - size, end=end, of=tokens)
+            named = {name: part(value) for name, value in kwargs.items()}
+            outputs.append(super().forward(*map(part, args), **named))
+            pieces.passed(self.layer_of_states, end)
+        return _joined(outputs)
+
+
+def _part(value: Any, start: int, end: int, of: int) -> Any:
+    """Return the part of an argument for some of the tokens: of a tensor [1, T, …], or of each in a
+    tuple. Other arguments are returned as they are."""
+    if isinstance(value, tuple):
+        return tuple(_part(item, start, end, of) for item in value)
+    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == of:
+        return value[:, start:end]
+    return value
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """Return the outputs of all pieces, tensors [1, n, …], joined along the tokens."""
+    if len(outputs) == 1:
+        return outputs[0]
+    if isinstance(outputs[0], tuple):
+        return tuple(map(_joined, map(list, zip(*outputs))))
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(outputs, 1)
+    return outputs[-1]
