@@ -123,13 +123,14 @@ SIZES: dict[str, int | float | None] = {
     **dict.fromkeys(("linear_num_value_heads", "linear_conv_kernel_dim"), 4),
     **dict.fromkeys(("linear_num_key_heads", "type_vocab_size"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "index_topk"), 8),
-    **dict.fromkeys(("index_n_heads",), 8),  # with fewer, ties among the keys' scores
+    **dict.fromkeys(("index_n_heads",), 16),  # with fewer, ties among the keys' scores
     **dict.fromkeys(("index_head_dim", "chunk_size", "patch_size"), 8),
     **dict.fromkeys(("sliding_window", "attention_window_size", "window_size"), 16),
     **dict.fromkeys(("local_attention", "image_size"), 16),
     **dict.fromkeys(("decoder_layerdrop", "pad_token_id"), 0),
     **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
     "eos_token_id": None,
+    "is_decoder": True,
 }
 """Sizes by the name of the configuration's field, for all kinds that have the field."""
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
@@ -148,6 +149,7 @@ QWEN4_EXP = {
     "heads_per_ngram": 2,
     "ngram_vocab_size_base": 100,
     "eos_token_id": 2,
+    "pad_token_id": None,
 }
 DOTS3_HEADS = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
@@ -218,7 +220,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": QWEN4_EXP},
     "qwen4_exp_text": QWEN4_EXP,
     "reformer": {
-        "is_decoder": True,
         "attn_layers": ["local", "lsh"] * 2,
         "attention_head_size": 8,
         "feed_forward_size": 48,
@@ -231,7 +232,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "xlnet": {"max_position_embeddings": LEAVE, "d_inner": 48},
     "xlstm": {"hidden_size": 64, "qk_dim_factor": 1.0},
-    "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": LEAVE, "head_dim": LEAVE},
     "zamba2": {"attention_hidden_size": LEAVE, "head_dim": LEAVE, "adapter_rank": 8},
     "zaya": {
@@ -267,6 +268,8 @@ def _sizes(config: PretrainedConfig) -> dict[str, Any]:
     given: dict[str, Any] = {name: SIZES[name] for name in names}
     if "kv_lora_rank" in given:  # each head has keys of its own there
         given["num_key_value_heads"] = given["num_attention_heads"]
+    if "index_topk" in given:  # a padding token's embedding of zeros ties all scores
+        given["pad_token_id"] = None
     for name in LAYER_LISTS:
         types = getattr(config, name, None) if _can_set(config, name) else None
         if types:

@@ -51,7 +51,7 @@ JUDGES: dict[str, list[str]] = {
 """Judges by name, with the flags of their training: AutoJudge's head and ours."""
 RULES = ("exact", "topk:2", "fuzzy:js@0.3", "random:0.3")
 """Rules that need no training, on both sides of a loss of a few points."""
-RECALLS = ("0.9", "0.98")
+RECALLS = ("0.9", "0.98", "0.995")
 """Recalls at which each judge is compared."""
 
 

@@ -111,7 +111,8 @@ class FeatureSession(TargetSession):
         assert setup.session is not None
         trees = not setup.tree.is_chain
         backend = lm.backend_for(LAST, trees=trees)
-        make = backend.cache if backend else partial(PlainCache, reads_ragged=True)
+        ragged = not lm.has_states
+        make = backend.cache if backend else partial(PlainCache, reads_ragged=ragged)
         cache = make(lm, setup.rows, setup.capacity)
         super().__init__(lm, setup.rows, setup.capacity, cache, setup.profile)
         self._inputs: dict[int, Tensor] = {}

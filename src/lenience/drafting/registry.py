@@ -8,6 +8,7 @@ from lenience.drafting.eagle import Eagle
 from lenience.drafting.heads import Blockwise, Medusa
 from lenience.drafting.lookup import Ngram, Suffix
 from lenience.drafting.model import DraftModel
+from lenience.drafting.mtp import Mtp
 from lenience.drafting.self_draft import Exit, Skip
 from lenience.drafting.stops import (
     Confidence,
@@ -38,6 +39,7 @@ DRAFTERS: dict[str, type[DrafterSpec]] = {
         Medusa,
         Blockwise,
         Eagle,
+        Mtp,
         Exit,
         Skip,
         Datastore,

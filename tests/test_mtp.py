@@ -1,0 +1,189 @@
+"""Drafting with the MTP layer of a checkpoint proposes what transformers' `use_mtp` does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import COMMON, SMALL, make_tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers.modeling_layers import MtpModel
+
+import lenience
+from lenience import InputError
+from lenience.decoding.pair import Pair
+
+LAYERS = 2
+PROMPTS = [[5, 6, 7], [*range(1, 20)], [9], [30, 2, 30, 2]]
+NEW = 24
+
+
+def write(folder: Path) -> None:
+    """Write a checkpoint of GLM-4.5's kind in its published layout, in which the MTP layer follows
+    the others. The layer passes the target's state on, so it proposes to repeat a token now and
+    then, which is right at times."""
+    config = Glm4MoeConfig(
+        **COMMON,
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        num_mtp_layers=1,
+    )
+    torch.manual_seed(1)
+    model = Glm4MoeForCausalLM(config)
+    mtp = MtpModel(model, 1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, weight in mtp.layers.named_parameters():
+            scale = 0.0 if name.endswith("bias") else 0.2
+            weight.normal_(0, scale, generator=generator)
+            if "norm" in name:
+                weight.fill_(1.0)
+            if "eh_proj" in name:
+                weight[:, SMALL["hidden_size"] :] = torch.eye(SMALL["hidden_size"])
+    layer = mtp.state_dict()
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in layer.items():
+        if not name.startswith("layers.0."):
+            continue
+        name = name.removeprefix("layers.0.").removeprefix("mtp_block.")
+        name = name.replace("post_norm.", "shared_head.norm.")
+        tensors |= published(f"model.layers.{LAYERS}.{name}", weight.clone())
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
+
+
+def published(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a tensor under its published name; experts are published one by one."""
+    if name.endswith("experts.gate_up_proj"):
+        parts = {}
+        for i, both in enumerate(weight):
+            for part, half in zip(("gate", "up"), both.chunk(2)):
+                published_name = name.replace("gate_up_proj", f"{i}.{part}_proj.weight")
+                parts[published_name] = half.contiguous()
+        return parts
+    if name.endswith("experts.down_proj"):
+        return {
+            name.replace("down_proj", f"{i}.down_proj.weight"): part.contiguous()
+            for i, part in enumerate(weight)
+        }
+    return {name: weight}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("glm4_moe")
+    # transformers looks for the layer at the numbers of the published models
+    layer = rf"model\.layers\.{LAYERS}.*"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [layer]
+        )
+        write(folder)
+        loaded = lenience.load_pair(str(folder), dtype="float32", compile=False)
+        # the checks of a model read tokens too
+        loaded.generate([5], drafter="mtp", window=1, max_new_tokens=3)
+    return loaded
+
+
+def passes(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]
+) -> tuple[Any, list[list[int]]]:
+    """Return the outcome of a run, and the tokens that each pass of the target reads."""
+    read: list[list[int]] = []
+    forward = Glm4MoeForCausalLM.forward
+
+    @functools.wraps(forward)
+    def noted(self: Any, input_ids: torch.Tensor, **options: Any) -> Any:
+        read.append(input_ids[0].tolist())
+        return forward(self, input_ids, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Glm4MoeForCausalLM, "forward", noted)
+        return run(), read
+
+
+def theirs(pair: Pair, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> Any:
+    layer = rf"model\.layers\.{LAYERS}.*"
+    monkeypatch.setattr(
+        Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [layer]
+    )
+    ids = torch.tensor([prompt])
+    out = pair.target.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW,
+        do_sample=False,
+        use_mtp=True,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def test_each_pass_reads_the_proposals_of_transformers(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = 0
+    for prompt in PROMPTS:
+        wanted, read = passes(
+            pair, monkeypatch, lambda: theirs(pair, prompt, monkeypatch)
+        )
+        out, ours = passes(
+            pair,
+            monkeypatch,
+            lambda: pair.generate(prompt, drafter="mtp", window=1, max_new_tokens=NEW),
+        )
+        assert out.tokens == wanted
+        n = min(len(ours), len(read))
+        # at an answer's end they draft one token more or less
+        assert ours[1 : n - 1] == read[1 : n - 1] and n > 2
+        kept += out.accepted_exact
+    assert kept > 0, "no proposal was right, so nothing after one was compared"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 4},
+        {"tree": "dynamic:6"},
+        {"window": 3, "batch_size": 3},
+        {"window": 3, "rule": "speculative", "temperature": 0.0},
+        {"window": 4, "stop": "confidence:0.2"},
+    ],
+)
+def test_strict_answers_are_the_targets_own(
+    pair: Pair, options: dict[str, Any]
+) -> None:
+    options = {**options, "max_new_tokens": NEW}
+    alone = pair.generate_batch(PROMPTS, rule="target", max_new_tokens=NEW)
+    outs = pair.generate_batch(PROMPTS, drafter="mtp", **options)
+    assert [out.tokens for out in outs] == [out.tokens for out in alone]
+    assert sum(out.drafted for out in outs) > 0
+
+
+def test_a_target_without_mtp_layers_is_refused_by_name(llama: Pair) -> None:
+    with pytest.raises(InputError, match="has no MTP layers that transformers builds"):
+        llama.generate([5], drafter="mtp")
+
+
+def test_a_checkpoint_that_lacks_the_weights_is_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    kept = {name: tensors[name] for name in tensors if f"layers.{LAYERS}." not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    bare = lenience.load_pair(str(tmp_path), dtype="float32", compile=False)
+    with pytest.raises(InputError, match="its MTP layers cannot be loaded"):
+        bare.generate([5], drafter="mtp")
