@@ -130,7 +130,7 @@ SIZES: dict[str, int | float | None] = {
     **dict.fromkeys(("decoder_layerdrop", "pad_token_id"), 0),
     **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
     "eos_token_id": None,
-    "is_decoder": True,
+    "is_decoder": True,  # False in encoders, whose attention has no causal mask
 }
 """Sizes by the name of the configuration's field, for all kinds that have the field."""
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
@@ -151,6 +151,7 @@ QWEN4_EXP = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+"""Indexers' fields are None by default. The n-gram embedding (ple) needs an end token."""
 DOTS3_HEADS = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "head_dim"), 16),
@@ -162,6 +163,7 @@ DOTS3_NOTE = {
     "qk_rope_head_dim": 8,
     "shared_experts_intermediate_size": 16,
 }
+"""Fields that differ by layer: of indexed attention, and of sliding attention (swa)."""
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "bart": {"decoder_layerdrop": 0.0},
@@ -174,7 +176,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {
-            name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+            name: {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [2, 1, 1],
+            }
             for name in ("sliding_attention", "full_attention")
         },
     },
@@ -242,7 +248,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "router_hidden_size": 16,
     },
 }
-"""Fields of kinds that the sizes above do not fit."""
+"""Fields of kinds that the sizes above do not fit. Left not built are gemma3n (timm is missing),
+gemma4_assistant and gemma4_unified_assistant (they read a target's keys and values), and musicgen
+and musicgen_melody (AutoModelForCausalLM does not take their configuration)."""
 
 
 def tiny_config(kind: str) -> PretrainedConfig:

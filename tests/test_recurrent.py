@@ -16,9 +16,9 @@ from test_decode import plain_greedy
 from test_mining import ParityTask, brute_force, lines, mined
 
 from lenience import InputError
+from lenience.decoding import scheduler
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
-from lenience.decoding import scheduler
 from lenience.models import memory, recurrent
 from lenience.models.recurrent import CHECKPOINTS, Checkpoints, LayerState
 from lenience.models.session import Session

@@ -21,9 +21,10 @@ from lenience.core.files import EMBEDDED, digest_bytes, replacing, write_json
 from lenience.core.hub import local
 from lenience.core.needs import Parts
 from lenience.core.protocols import Drafter, TrainedPart
-from lenience.core.types import Draft, Reading, Verdict
+from lenience.core.types import Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
 from lenience.drafting.model import wide_as_target
+from lenience.drafting.parallel import ParallelDrafter
 from lenience.drafting.published import (
     BROKEN,
     has_shape,
@@ -31,7 +32,6 @@ from lenience.drafting.published import (
     table,
     tensors_in,
 )
-from lenience.drafting.trees.growing import GrowingTree, PathEnds, TreeLevel, as_draft
 from lenience.models.lm import LM
 from lenience.models.vocabulary import widened
 
@@ -376,77 +376,30 @@ class Blockwise(_Heads):
     name = "blockwise"
 
 
-class HeadsDrafter(Drafter):
+class HeadsDrafter(ParallelDrafter):
     """A drafter with heads. It proposes nothing in an answer's first cycle, which reads the prompt,
-    and later at most one token per head. Each head's token is picked without knowing the tokens
-    before."""
+    and later at most one token per head."""
 
     def __init__(self, heads: DraftHeads, setup: DrafterSetup):
-        self.target = setup.target
-        self.stop = setup.stop
-        self.tree = setup.tree
+        super().__init__(setup, longest=len(heads.blocks))
         self.session = setup.session if setup.keeps_last else None
         self.matrix = setup.target.output_matrix
         self.heads = heads.to(self.matrix.device, self.matrix.dtype)
 
-    @torch.inference_mode()
-    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+    def ready(self, ctx: Context) -> list[bool]:
         if self.session is not None:
             for b, row in enumerate(ctx.rows):
                 kept = self.session.features(b, row.prefix, max(len(row.prefix) - 2, 0))
                 row.memory[self] = kept[0].clone() if len(kept) else None
-        read = [  # [H] each, the state before the window
-            row.memory.get(self) for row in ctx.rows
-        ]
-        most = len(self.heads.blocks)
-        limits = []
-        for row, state, left in zip(ctx.rows, read, room):
-            wanted = self.stop.max_tokens(row, ctx.window)
-            limits.append(0 if state is None else max(0, min(wanted, most, left - 1)))
-        width = max(limits)
-        if not width:
-            nothing = [GrowingTree() for _ in ctx.rows]
-            return as_draft(nothing, self.target.device, trees=not self.tree.is_chain)
+        return [row.memory.get(self) is not None for row in ctx.rows]
+
+    def logits(self, ctx: Context, ready: Sequence[bool], width: int) -> Tensor:
         blank = torch.zeros(self.heads.hidden_size, device=self.matrix.device)
-        states = torch.stack([blank if state is None else state for state in read])
-        logits = self.heads.logits(
-            states.to(self.matrix), self.matrix
-        )[  # [B, n, V]
-            :, :width
-        ]
-        logits = wide_as_target(logits, self.target)
-        if self.tree.is_chain:
-            return self._chain(logits, limits, ctx)
-        return self._tree(logits, limits, ctx)
-
-    def _chain(self, logits: Tensor, limits: list[int], ctx: Context) -> Draft:
-        drawn = ctx.draw(logits)
-        n = range(logits.shape[1])
-        ends = PathEnds(limits, self.target.eos_ids, self.stop)
-        doubted = ends.doubted(logits, drawn[..., None], ctx)
-        grown = []
-        for row, limit, each in zip(drawn.tolist(), limits, doubted):
-            end = next((i for i, (is_end,) in enumerate(each) if is_end), len(row))
-            limit = min(limit, end + self.stop.proposes_doubted)
-            chain = GrowingTree(row, [i - 1 for i in n], list(n))
-            grown.append(chain.cut(limit, self.target.eos_ids))
-        return as_draft(grown, self.target.device, logits, trees=False)
-
-    def _tree(self, logits: Tensor, limits: list[int], ctx: Context) -> Draft:
-        asked: list[Tensor] = []
-
-        def after(level: TreeLevel | None) -> Tensor:
-            head, n = (
-                (0, 1) if level is None else (level.depth + 1, len(level.tokens[0]))
-            )
-            asked.append(logits[:, head : head + 1].expand(-1, n, -1))
-            return asked[-1]
-
-        grown = self.tree.grow(
-            after, ctx, PathEnds(limits, self.target.eos_ids, self.stop)
+        states = torch.stack(  # [B, H], before the window
+            [row.memory[self] if can else blank for row, can in zip(ctx.rows, ready)]
         )
-        draws = self.tree.drawn(ctx)
-        return as_draft(grown, self.target.device, torch.cat(asked, 1), draws=draws)
+        logits = self.heads.logits(states.to(self.matrix), self.matrix)  # [B, n, V]
+        return wide_as_target(logits[:, :width], self.target)
 
     def observe(
         self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]

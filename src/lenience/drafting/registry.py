@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.datastore import Datastore
+from lenience.drafting.dflash import Dflash
 from lenience.drafting.eagle import Eagle
 from lenience.drafting.heads import Blockwise, Medusa
 from lenience.drafting.lookup import Ngram, Suffix
@@ -40,6 +41,7 @@ DRAFTERS: dict[str, type[DrafterSpec]] = {
         Blockwise,
         Eagle,
         Mtp,
+        Dflash,
         Exit,
         Skip,
         Datastore,

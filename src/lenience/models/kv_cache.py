@@ -228,7 +228,9 @@ class PlainCache:
         if lm.only_attends:
             self._cache = PassCache(layer_class_to_replicate=make_layer)
             return
-        layers = [_equivalent(layer, self.slots) for layer in new_cache(lm.model).layers]
+        layers = [
+            _equivalent(layer, self.slots) for layer in new_cache(lm.model).layers
+        ]
         self._cache = PassCache(layers=layers)
         if lm.has_states:
             self._follow_states(rows)
@@ -292,6 +294,12 @@ class PlainCache:
     def resumable(self, row: int, length: int) -> int:
         kept = self._checkpoints
         return length if kept is None else kept.resumable(row, length)
+
+    def scale_states(self, row: int, factor: float) -> bool:
+        """Multiply the recurrent states of a row, to see whether passes read them. Returns False if
+        there are none."""
+        kept = self._checkpoints
+        return kept is not None and kept.scale(row, factor)
 
     def on_session_closed(self) -> None: ...
 
@@ -371,6 +379,10 @@ class PlainCache:
         over `ids` [m, T]. The slots must be set. `sight` is required for several rows and for
         trees."""
         extra: dict[str, Any] = {} if inputs is None else {"inputs": inputs}
+        if sight is None and self.lm.takes_positions:
+            # some kinds count from 0 in each pass otherwise
+            at = torch.arange(self.slots.start, self.slots.kv_length, device=ids.device)
+            extra["position_ids"] = at[None]
         if sight is not None:
             extra |= {"position_ids": sight.at, "attention_mask": self._masks(sight)}
         out = self.lm.model(
@@ -526,8 +538,8 @@ def _prepare_mixers(lm: LM) -> None:
 
     with torch.inference_mode():
         mixers = find_mixers(lm.model, cache, read_a_token)
-    for mixer, layer in mixers:
-        read_in_pieces(mixer, layer, pieces_in)
+    for module, mixer in mixers:
+        read_in_pieces(module, mixer, pieces_in)
 
 
 @dataclass

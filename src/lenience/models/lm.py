@@ -51,8 +51,8 @@ from lenience.models.vocabulary import restrict_as_saved, save_whole, vocabulary
 
 T = TypeVar("T")
 CACHE_NAMES = ("past_key_values", "cache", "cache_params")
-"""Parameter names by which models take a cache. Up to transformers 5.23 the name is the first, or the
-last for Mamba."""
+"""Parameter names by which models take a cache. Up to transformers 5.23 the name is the first,
+or the last for Mamba."""
 CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
 """Usual causes of NaN or infinite logits and states."""
 KNOWN_LAYERS = (
@@ -455,6 +455,12 @@ class LM:
     def reads_inputs(self) -> bool:
         """Return True if the model takes a state along with each token, see `Forward.inputs`."""
         return "inputs" in inspect.signature(self.model.forward).parameters
+
+    @cached_property
+    def takes_positions(self) -> bool:
+        """Return True if the model takes the tokens' positions, as `generate` of transformers hands
+        them over."""
+        return "position_ids" in inspect.signature(self.model.forward).parameters
 
     @cached_property
     def rope_switch(self) -> int | None:

@@ -13,7 +13,7 @@ pieces, and the states between the pieces are copied. All other modules read the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -40,6 +40,14 @@ class LayerState:
     kernels: dict[int, int | None]
     """Kernel sizes of the convolutions."""
 
+    def joined(self, other: LayerState) -> LayerState:
+        """Return these states and those of other indices."""
+        return LayerState(
+            self.conv | other.conv,
+            self.recurrent | other.recurrent,
+            self.kernels | other.kernels,
+        )
+
     def nbytes(self) -> int:
         """Return the bytes of all tensors."""
         tensors = [*self.conv.values(), *self.recurrent.values()]
@@ -51,11 +59,18 @@ class StateLayer(LinearAttentionLayer):
 
     def state(self) -> LayerState:
         """Return copies of the present states."""
-        return LayerState(
-            {i: _copy(state) for i, state in self.conv_states.items()},
-            {i: _copy(state) for i, state in self.recurrent_states.items()},
-            dict(self.conv_kernel_size),
-        )
+        return self.partial_state(range(self.number_of_states))
+
+    def partial_state(self, indices: Iterable[int]) -> LayerState:
+        """Return copies of the present states of these indices."""
+        conv = {}
+        recurrent = {}
+        kernels = {}
+        for i in indices:
+            conv[i] = _copy(self.conv_states[i])
+            recurrent[i] = _copy(self.recurrent_states[i])
+            kernels[i] = self.conv_kernel_size[i]
+        return LayerState(conv, recurrent, kernels)
 
     def continue_from(self, state: LayerState | None) -> None:
         """Continue from a copy of a state; None for a row without tokens."""
@@ -121,10 +136,32 @@ class Checkpoints:
         own = self._rows[source]
         self._rows[to] = {after: own[after] for after in own if after <= length}
 
+    def scale(self, row: int, factor: float) -> bool:
+        """Multiply the recurrent states of a row's checkpoints, to see whether passes read them.
+        Returns False if there are none."""
+        found = False
+        for states in self._rows[row].values():
+            for state in states:
+                for tensor in state.recurrent.values():
+                    if tensor is not None:
+                        tensor *= factor
+                        found = True
+        return found
+
     def row_bytes(self) -> int:
         """Return the bytes of the checkpoints and the present states of a row."""
         present = sum(layer.state().nbytes() for layer in self.layers)
         return present * (CHECKPOINTS + 1)
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """What a mixer updates."""
+
+    layer: int
+    """Index of the mixer's layer."""
+    states: frozenset[int]
+    """Indices of the states among the layer's."""
 
 
 class Pieces:
@@ -139,10 +176,13 @@ class Pieces:
         self.mark = mark
         self._layers = layers
 
-    def passed(self, layer: int, tokens: int) -> None:
-        """Note that a layer's mixer has read the first tokens of the pass."""
-        if tokens == self.mark:
-            self.marked[layer] = self._layers[layer].state()
+    def passed(self, mixer: Mixer, tokens: int) -> None:
+        """Note that a mixer has read the first tokens of the pass."""
+        if tokens != self.mark:
+            return
+        own = self._layers[mixer.layer].partial_state(mixer.states)
+        before = self.marked.get(mixer.layer)
+        self.marked[mixer.layer] = own if before is None else before.joined(own)
 
 
 def sizes_of(tokens: int, certain: int, begins: bool, one_by_one: bool) -> list[int]:
@@ -158,16 +198,16 @@ def sizes_of(tokens: int, certain: int, begins: bool, one_by_one: bool) -> list[
 
 def find_mixers(
     model: torch.nn.Module, cache: Cache, run: Callable[[], object]
-) -> list[tuple[torch.nn.Module, int]]:
-    """Return the modules that update states, each with the index of its layer. They are found by
-    `run()`, a pass over one token into `cache`."""
-    found: dict[int, tuple[torch.nn.Module, int]] = {}
+) -> list[tuple[torch.nn.Module, Mixer]]:
+    """Return the modules that update states, with what they update. They are found by `run()`, a
+    pass over one token into `cache`. A layer may have several mixers, each with its own states."""
+    updated: dict[torch.nn.Module, list[tuple[int, int]]] = {}
     running: list[torch.nn.Module] = []
 
     def noted(update: Callable[..., V]) -> Callable[..., V]:
-        def call(states: Tensor, layer_idx: int, *args: Any, **named: Any) -> V:
-            found[id(running[-1])] = running[-1], layer_idx
-            return update(states, layer_idx, *args, **named)
+        def call(states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any) -> V:
+            updated.setdefault(running[-1], []).append((layer_idx, state_idx))
+            return update(states, layer_idx, state_idx=state_idx, **named)
 
         return call
 
@@ -175,13 +215,15 @@ def find_mixers(
         for name in ("update_conv_state", "update_recurrent_state"):
             setattr(cache, name, noted(getattr(cache, name)))
         run()
-    return list(found.values())
+    found = []
+    for module, places in updated.items():
+        states = frozenset(state for _, state in places)
+        found.append((module, Mixer(places[0][0], states)))
+    return found
 
 
 @contextmanager
-def _followed(
-    model: torch.nn.Module, running: list[torch.nn.Module]
-) -> Iterator[None]:
+def _followed(model: torch.nn.Module, running: list[torch.nn.Module]) -> Iterator[None]:
     """Keep the modules that are running in `running`, the innermost last."""
     handles = []
     for module in model.modules():
@@ -197,22 +239,24 @@ def _followed(
 
 
 def read_in_pieces(
-    mixer: torch.nn.Module, layer: int, pieces_in: Callable[[Any, Any], Pieces | None]
+    module: torch.nn.Module,
+    mixer: Mixer,
+    pieces_in: Callable[[Any, Any], Pieces | None],
 ) -> None:
-    """Make the mixer of a layer read the tokens of each pass in pieces. `pieces_in(args, kwargs)`
+    """Make a mixer's module read the tokens of each pass in pieces. `pieces_in(args, kwargs)`
     returns the pieces of the pass that a call belongs to; None to read all tokens at once. The
-    mixer's class changes, not its `forward`, so that copies of the model read in pieces too."""
-    own = type(mixer)
+    module's class changes, not its `forward`, so that copies of the model read in pieces too."""
+    own = type(module)
     if issubclass(own, _InPieces):
         return
-    given = {"layer_of_states": layer, "pieces_in": staticmethod(pieces_in)}
-    mixer.__class__ = type(own.__name__, (_InPieces, own), given)
+    given = {"mixer": mixer, "pieces_in": staticmethod(pieces_in)}
+    module.__class__ = type(own.__name__, (_InPieces, own), given)
 
 
 class _InPieces(torch.nn.Module):
     """A mixer that reads the tokens of each pass in pieces, before the mixer's own class."""
 
-    layer_of_states: int
+    mixer: Mixer
     pieces_in: Callable[[Any, Any], Pieces | None]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +269,7 @@ class _InPieces(torch.nn.Module):
             part = functools.partial(_part, start=end - size, end=end, of=tokens)
             named = {name: part(value) for name, value in kwargs.items()}
             outputs.append(super().forward(*map(part, args), **named))
-            pieces.passed(self.layer_of_states, end)
+            pieces.passed(self.mixer, end)
         return _joined(outputs)
 
 

@@ -507,12 +507,29 @@ def _why_no_windows(lm: LM) -> str | None:
     """Return the reason why a model cannot read three tokens in one pass; None if it can."""
     if not lm.has_states:
         return _why_not_read_together(lm)
-    for one_by_one in (False, True):
-        lm.reads_one_by_one = one_by_one
-        why = _why_not_read_together(lm)
-        if why is None:
-            break
-    return why
+    why = "" if _ignores_states(lm) else _why_not_read_together(lm)
+    if why is None:
+        return None
+    lm.reads_one_by_one = True
+    return _why_not_read_together(lm)
+
+
+def _ignores_states(lm: LM) -> bool:
+    """Return True if a pass over two tokens begins with empty recurrent states, whatever was read
+    before, as Mamba's does in transformers."""
+    (tokens,) = _random_tokens(lm, [3])
+    after = []
+    try:
+        for factor in (1.0, 1e3):
+            cache = PlainCache(lm, 1, 64)
+            session = Session(lm, cache=cache)
+            session.read([tokens[:1]])
+            if not cache.scale_states(0, factor):
+                return False
+            after.append(session.read([tokens], 2).hidden)
+    except Exception:  # the check of windows says what is wrong
+        return False
+    return torch.equal(*after)
 
 
 def _why_not_read_together(lm: LM) -> str | None:
@@ -525,13 +542,18 @@ def _why_not_read_together(lm: LM) -> str | None:
         logits = read.logits[0]
         apart = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
         each = [apart.read([tokens[:n]]).hidden[0] for n in range(1, len(tokens) + 1)]
+        apart.cut(0, 1)
+        # [2, H], read together after the first token
+        later = apart.read([tokens], 2).hidden[0]
         check_finite(lm, whole)
         counted = _logits_at_positions_from_0(lm, tokens)
     except RunError:
         raise
     except Exception as error:  # whatever an unsuitable model raises
         return f"cannot be read token by token ({type(error).__name__}: {first_line(error)})"
-    if not _are_alike(lm, whole, torch.cat(each)):
+    if not _are_alike(lm, whole, torch.cat(each)) or not _are_alike(
+        lm, whole[1:], later
+    ):
         return "reads a window otherwise than its tokens one by one"
     if counted is not None and not _are_alike(lm, logits, counted):
         return "counts positions otherwise than transformers' generate does, from 0"

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 from lenience.drafting.heads import DraftHeads
 from lenience.models.lm import LM, cache_argument, new_cache, save_model
 from lenience.training.trainer import Answer, batches, by_length, mean_cross_entropy
