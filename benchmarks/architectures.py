@@ -1,6 +1,6 @@
 """Every kind of causal language model in transformers, tiny and random, decoded with lenience.
 
-    python benchmarks/architectures.py                 all kinds; writes results and the page's table
+    python benchmarks/architectures.py                 all kinds; writes results and docs/models.md
     python benchmarks/architectures.py qwen3_5 mamba   some kinds; prints the reasons whole
 
 Answers are compared with the greedy answers of transformers' own `generate`. A kind is the same if
@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ from lenience.models.session import check_windows
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "architectures.json"
+PAGE = HERE.parent / "docs" / "models.md"
+BEGIN = "<!-- kinds: written by benchmarks/architectures.py -->"
+END = "<!-- end of kinds -->"
 VOCABULARY = 96
 LAYERS = 4
 CONTEXT = 128
@@ -421,23 +425,62 @@ def quiet() -> Iterator[None]:
     shown = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with warnings.catch_warnings():
+        # Reformer prints what it ignores
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(shown)
 
 
-def survey_all(
-    kinds: Sequence[str], say: Callable[[Found], None] = lambda found: None
-) -> list[Found]:
-    """Survey some kinds, and pass on what became of each as it is known."""
-    results = []
-    with quiet():
-        for kind in kinds:
-            results.append(survey(kind))
-            say(results[-1])
-    return results
+def survey_all(kinds: Sequence[str]) -> Iterator[Found]:
+    """Yield what became of each kind as it is known."""
+    for kind in kinds:
+        with quiet():
+            found = survey(kind)
+        yield found
+
+
+def section(rows: Sequence[Found]) -> str:
+    """Return the page's list of kinds."""
+    whole = [row for row in rows if row.status == "same" and row.ways["tree"] == "same"]
+    chains = [row for row in rows if row.status == "same" and row not in whole]
+    refused = [row for row in rows if row.status == "refused"]
+    missing = [row for row in rows if row.status == "not built"]
+    parts = [
+        f"**The same, chains and trees** ({len(whole)}): {_names(whole)}.",
+        f"**The same, chains alone** ({len(chains)}): {_names(chains)}.",
+        f"**Refused** ({len(refused)}):",
+        _reasons(refused),
+        f"**Not built tiny** ({len(missing)}), so not tried:",
+        _reasons(missing),
+    ]
+    return "\n\n".join(parts)
+
+
+def _names(rows: Sequence[Found]) -> str:
+    return ", ".join(f"`{row.kind}`" for row in rows)
+
+
+def _reasons(rows: Sequence[Found]) -> str:
+    return "\n".join(f"- `{row.kind}`: {_reason(row)}" for row in rows)
+
+
+def _reason(row: Found) -> str:
+    """Return why a kind is refused, without its name and what to do instead."""
+    why = row.why.removeprefix(f"target {row.kind!r}: ")
+    for rest in ("; name a decoder-only", "; use a", "; use another", "; set pair."):
+        why = why.split(rest)[0]
+    return why.replace("<", "&lt;").strip()
+
+
+def write_page(rows: Sequence[Found]) -> None:
+    """Replace the page's list of kinds."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    text = f"{before}{BEGIN}\n\n{section(rows)}\n\n{END}{after}"
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -448,15 +491,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
 
-    def say(found: Found) -> None:
+    results = []
+    for found in survey_all(args.kinds or list(KINDS)):
+        results.append(found)
         ways = [f"{way}: {said}" for way, said in found.ways.items() if said != "same"]
-        whole = bool(args.kinds)
         text = "; ".join([found.why, *ways] if found.why else ways)
-        print(f"{found.kind:26} {found.status:10} {text if whole else text[:150]}")
-
-    results = survey_all(args.kinds or list(KINDS), say)
+        shown = text if args.kinds else text[:150]
+        print(f"{found.kind:26} {found.status:10} {shown}", flush=True)
     print(dict(Counter(found.status for found in results)))
     if not args.kinds:
+        write_page(results)
         rows = [vars(found) for found in results]
         write_results(
             RESULTS, {"transformers": transformers.__version__, "kinds": rows}

@@ -9,8 +9,9 @@ DATA holds mwp/train.jsonl (MAWPS and ASDiv-A) and mwp/test.jsonl (SVAMP) with t
 equation and answer, and spec_bench/question.jsonl. Nothing of them is part of the project.
 
 Each step is a command that a user would type. Its seconds and its JSON output are kept in
-WORK/steps.json. A finished step is not run again unless its command has changed. The plan comes
-first: the steps that are left with the hours that they took on the machine of the results file.
+WORK/steps.json. A finished step is not run again unless its command has changed, or a step before
+it was run again. The plan comes first: the steps that are left, with the hours that they took on
+the machine of the results file.
 `--only NAME` runs one step, `--plan` none.
 """
 
@@ -184,8 +185,12 @@ def ran(step: Step, log: Path) -> dict[str, Any]:
         raise SystemExit(f"{step.name}: exit status {done.returncode}; see {log}")
     lines = done.stdout.decode().strip().split("\n")
     output = json.loads(lines[-1]) if lines[-1].startswith("{") else None
-    seconds = round(time.perf_counter() - began, 1)
-    return {"seconds": seconds, "command": shown(step.argv), "output": output}
+    return {
+        "seconds": round(time.perf_counter() - began, 1),
+        "finished": round(time.time()),
+        "command": shown(step.argv),
+        "output": output,
+    }
 
 
 def shown(argv: Sequence[str]) -> str:
@@ -199,8 +204,12 @@ def carry_out(paths: Paths, wanted: Callable[[Step], bool]) -> dict[str, Any]:
     records: dict[str, Any] = {}
     if place.exists():
         records = json.loads(place.read_text(encoding="utf-8"))
+    latest = 0
     for step in steps(paths):
-        done = records.get(step.name, {}).get("command") == shown(step.argv)
+        record = records.get(step.name, {})
+        finished = record.get("finished", 0)
+        done = record.get("command") == shown(step.argv) and finished >= latest
+        latest = max(latest, finished)
         if not wanted(step) or done:
             continue
         print(f"{step.name}: {shown(step.argv)}", flush=True)
@@ -208,6 +217,7 @@ def carry_out(paths: Paths, wanted: Callable[[Step], bool]) -> dict[str, Any]:
         if step.name == "target":
             write_test(paths)
         records[step.name] = record
+        latest = record["finished"]
         write_json(place, records)
         print(f"{step.name}: {records[step.name]['seconds']:,.0f} s", flush=True)
     return records

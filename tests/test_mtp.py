@@ -18,7 +18,7 @@ from lenience import InputError
 from lenience.decoding.pair import Pair
 
 LAYERS = 2
-PROMPTS = [[5, 6, 7], [*range(1, 20)], [9], [30, 2, 30, 2]]
+PROMPTS = [[5, 6, 7], [*range(1, 20)], [9], [40, 2, 17]]
 NEW = 24
 
 

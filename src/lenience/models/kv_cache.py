@@ -18,6 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from lenience.core.errors import InputError
 from lenience.core.profile import Profile
 from lenience.core.transfer import to_device
 from lenience.core.trees import Parents, depths, lineage
@@ -538,6 +539,16 @@ def _prepare_mixers(lm: LM) -> None:
 
     with torch.inference_mode():
         mixers = find_mixers(lm.model, cache, read_a_token)
+    following = [
+        i
+        for i, layer in enumerate(cache.layers)
+        if isinstance(layer, LinearAttentionLayer)
+    ]
+    if not {mixer.layer for _, mixer in mixers}.issuperset(following):
+        raise InputError(
+            f"{lm.role} {lm.name!r}: {type(lm.model).__name__} keeps its states outside of its "
+            "cache, where they cannot be rolled back; use another model"
+        )
     for module, mixer in mixers:
         read_in_pieces(module, mixer, pieces_in)
 

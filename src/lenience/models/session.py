@@ -515,8 +515,8 @@ def _why_no_windows(lm: LM) -> str | None:
 
 
 def _ignores_states(lm: LM) -> bool:
-    """Return True if a pass over two tokens begins with empty recurrent states, whatever was read
-    before, as Mamba's does in transformers."""
+    """Return True if a pass over several tokens begins with empty recurrent states, whatever was
+    read before, as that of Mamba does in transformers."""
     (tokens,) = _random_tokens(lm, [3])
     after = []
     try:
@@ -526,7 +526,8 @@ def _ignores_states(lm: LM) -> bool:
             session.read([tokens[:1]])
             if not cache.scale_states(0, factor):
                 return False
-            after.append(session.read([tokens], 2).hidden)
+            # both tokens are certain, so that they are one piece
+            after.append(session.read([tokens]).hidden)
     except Exception:  # the check of windows says what is wrong
         return False
     return torch.equal(*after)
@@ -547,7 +548,7 @@ def _why_not_read_together(lm: LM) -> str | None:
         later = apart.read([tokens], 2).hidden[0]
         check_finite(lm, whole)
         counted = _logits_at_positions_from_0(lm, tokens)
-    except RunError:
+    except (InputError, RunError):
         raise
     except Exception as error:  # whatever an unsuitable model raises
         return f"cannot be read token by token ({type(error).__name__}: {first_line(error)})"
