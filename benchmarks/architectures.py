@@ -10,6 +10,7 @@ each way of decoding gives the same tokens or is refused by name, and refused if
 from __future__ import annotations
 
 import argparse
+import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -448,8 +449,10 @@ def section(rows: Sequence[Found]) -> str:
     refused = [row for row in rows if row.status == "refused"]
     missing = [row for row in rows if row.status == "not built"]
     parts = [
-        f"**The same, chains and trees** ({len(whole)}): {_names(whole)}.",
-        f"**The same, chains alone** ({len(chains)}): {_names(chains)}.",
+        f"**The same, chains and trees** ({len(whole)}):",
+        _names(whole),
+        f"**The same, chains alone** ({len(chains)}):",
+        _names(chains),
         f"**Refused** ({len(refused)}):",
         _reasons(refused),
         f"**Not built tiny** ({len(missing)}), so not tried:",
@@ -459,7 +462,10 @@ def section(rows: Sequence[Found]) -> str:
 
 
 def _names(rows: Sequence[Found]) -> str:
-    return ", ".join(f"`{row.kind}`" for row in rows)
+    names = textwrap.fill(
+        " ".join(row.kind for row in rows), 96, break_on_hyphens=False
+    )
+    return f"```text\n{names}\n```"
 
 
 def _reasons(rows: Sequence[Found]) -> str:

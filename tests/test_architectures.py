@@ -90,4 +90,5 @@ def test_an_encoder_without_a_causal_mask_is_refused() -> None:
 
 def test_the_page_names_every_kind() -> None:
     page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
-    assert [kind for kind in STATUS if f"`{kind}`" not in page] == []
+    named = set(page.replace("`", " ").replace(":", " ").split())
+    assert set(STATUS) <= named

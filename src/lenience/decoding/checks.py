@@ -11,6 +11,7 @@ from lenience.drafting.trees.shapes import LARGEST
 from lenience.heads.head import shown_layers
 from lenience.models.lm import LM
 from lenience.models.session import check_trees
+from lenience.models.translation import shares_vocabulary
 from lenience.rules.baselines import served
 from lenience.rules.lossless import is_lossless, refuse_forbidden, refuse_lossy
 
@@ -25,6 +26,11 @@ def draft_of(models: Mapping[str, LM], what: str) -> LM:
     return models["draft"]
 
 
+def share_vocabulary(models: Mapping[str, LM]) -> bool:
+    """Return True unless the draft model has another tokenizer than the target."""
+    return "draft" not in models or shares_vocabulary(models["target"], models["draft"])
+
+
 def check_decoder(
     decoder: Decoder,
     models: Mapping[str, LM],
@@ -34,6 +40,8 @@ def check_decoder(
     stop condition or drafter is not for these models or this temperature."""
     if decoder.alone == "draft":
         draft_of(models, "rule draft")
+    if not share_vocabulary(models):
+        _check_translated(decoder)
     if served(decoder.rule) is not None:
         raise InputError(
             f"rule {decoder.rule}: is a server's; name it with --reference and --candidate"
@@ -41,6 +49,33 @@ def check_decoder(
     if decoder.proposer is not None:
         _check_together(decoder, models, fingerprints)
     _check_fit(decoder, models, fingerprints)
+
+
+def _check_translated(decoder: Decoder) -> None:
+    """Raise InputError for what a draft of another tokenizer cannot do: answer alone, propose trees
+    or with another drafter, or give its states or chances."""
+    what = (
+        "the draft has another tokenizer than the target, and its tokens are translated"
+    )
+    if decoder.alone == "draft":
+        raise InputError(f"rule draft: {what}; take rule target or exact")
+    drafter = decoder.proposer
+    if drafter is None or not drafter.needs_draft:
+        return
+    if not drafter.proposes_as_draft or decoder.draft_temperature is not None:
+        raise InputError(f"drafter {drafter}: {what}; take --drafter model or ngram")
+    if decoder.branches:
+        raise InputError(f"tree {decoder.tree}: {what}; take --tree chain")
+    lacking = Parts.STATES | Parts.CHANCES
+    lacking |= Parts.PROBS if decoder.temperature == 0 else Parts.NOTHING
+    for who, needed in (
+        (f"rule {decoder.rule}", decoder.rule.needs.window),
+        (f"stop {decoder.stop}", decoder.stop.needs),
+    ):
+        if needed & lacking:
+            raise InputError(
+                f"{who}: needs {needed & lacking}, and {what}; take a draft of the target's family"
+            )
 
 
 def _check_together(

@@ -11,7 +11,7 @@ from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.protocols import Drafter
 from lenience.core.types import Reading, Verdict
-from lenience.decoding.checks import draft_of
+from lenience.decoding.checks import draft_of, share_vocabulary
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.dialogue import Predict
 from lenience.decoding.loop import propose
@@ -67,7 +67,7 @@ def check_guesses(drafter: DrafterSpec) -> None:
 
 def guesses_of(pair: CanDecode, decoder: Decoder, capacity: int) -> Guesses:
     """Return the guesses of a decoder's drafter, for texts of at most `capacity` tokens."""
-    if decoder.drafter.proposes_as_draft:
+    if decoder.drafter.proposes_as_draft and share_vocabulary(pair.models):
         return _ModelGuesses(pair, capacity)
     return _DrafterGuesses(pair, decoder, capacity)
 

@@ -29,7 +29,7 @@ def load_pair(
     model. Without names, load the built-in pair.
 
     The options are the fields of `lenience.decoding.options.Loading`. Raises InputError if a model
-    cannot be loaded or used, or if the vocabularies differ.
+    cannot be loaded or used.
     """
     loading = Loading.of(options)
     if target is None and draft is not None:

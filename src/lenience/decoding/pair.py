@@ -1,4 +1,4 @@
-"""Pair: a target and a draft model with one vocabulary, and the functions that decode with them."""
+"""Pair: a target and a draft model, and the functions that decode with them."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ from lenience.models.memory import check_memory
 from lenience.models.prompts import Prompt, several
 from lenience.models.session import Session, tree_cache
 from lenience.models.threads import torch_threads
+from lenience.models.translation import shares_vocabulary
 
 T = TypeVar("T")
 BATCH_SIZE = 16
@@ -74,8 +75,8 @@ class Reporting:
 
 
 class Pair:
-    """A target model and, optionally, a draft model with the same vocabulary. Raises InputError if
-    the vocabularies differ."""
+    """A target model and, optionally, a draft model. If the draft has another tokenizer, its
+    proposals are translated, see `lenience.drafting.translated`."""
 
     engine_name = OWN
     """Engine that runs the models: lenience's own loop, or another engine with its version."""
@@ -92,7 +93,7 @@ class Pair:
         self.name = name
         self._picked: dict[Hashable, Drafting] = {}
         if draft is not None:
-            _refuse_different_vocabularies(target, draft)
+            _warn_of_translation(target, draft)
 
     def __repr__(self) -> str:
         models = ", ".join(
@@ -612,11 +613,12 @@ def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:
     return wait if gpus else None
 
 
-def _refuse_different_vocabularies(target: LM, draft: LM) -> None:
+def _warn_of_translation(target: LM, draft: LM) -> None:
+    """Warn that the proposals of a draft with another tokenizer are translated."""
+    if shares_vocabulary(target, draft):
+        return
     ours = target.tokenizer.get_vocab()
     theirs = draft.tokenizer.get_vocab()
-    if ours == theirs:
-        return
     both = ours.keys() & theirs.keys()
     differences = {
         "tokens of the target that the draft lacks": ours.keys() - theirs.keys(),
@@ -630,7 +632,8 @@ def _refuse_different_vocabularies(target: LM, draft: LM) -> None:
         for what, tokens in differences.items()
         if tokens
     ]
-    raise InputError(
-        f"the vocabularies of {target.name!r} and {draft.name!r} differ: {'; '.join(parts)}; take "
-        "a draft of the target's family"
+    warnings.warn(
+        f"the vocabularies of {target.name!r} and {draft.name!r} differ ({'; '.join(parts)}): the "
+        "draft's proposals are translated, which is slower than a draft of the target's family",
+        stacklevel=3,
     )

@@ -15,10 +15,12 @@ from lenience.core.transfer import to_device
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.stops import Fixed, Stop
+from lenience.drafting.translated import TranslatedDrafter
 from lenience.drafting.trees.growing import GrowingTree, PathEnds, TreeLevel, as_draft
 from lenience.drafting.trees.shapes import Tree
 from lenience.models.lm import LM
 from lenience.models.session import Session, tree_cache
+from lenience.models.translation import shares_vocabulary
 
 CHUNK = 8
 CHUNK_PER_TOKEN = 2
@@ -30,8 +32,8 @@ _END = -1
 
 @dataclass(frozen=True)
 class DraftModel(DrafterSpec):
-    """Draft with the pair's draft model, an independent model of the same vocabulary (Leviathan
-    2023; Chen 2023)."""
+    """Draft with the pair's draft model (Leviathan 2023; Chen 2023). A draft of another tokenizer
+    drafts through a `TranslatedDrafter`."""
 
     name = "model"
     needs_draft = True
@@ -49,7 +51,9 @@ class DraftModel(DrafterSpec):
 
     def build(self, setup: DrafterSetup) -> Drafter:
         assert setup.draft is not None
-        return model_drafter(setup.draft, setup)
+        if shares_vocabulary(setup.target, setup.draft):
+            return model_drafter(setup.draft, setup)
+        return TranslatedDrafter(setup.draft, setup)
 
 
 def model_drafter(lm: LM, setup: DrafterSetup) -> Drafter:

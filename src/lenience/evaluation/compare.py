@@ -17,6 +17,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import alone, built_in, digest, read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.protocols import TrainedPart
+from lenience.decoding.checks import share_vocabulary
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import given_options
@@ -213,7 +214,8 @@ class Comparison:
         )
         check_prompts(pair, task, [*self.samples, *self.tuning_samples])
         self.shared = for_task(config.shared, config.options, task)
-        baselines = BASELINES if pair.draft else ("target",)
+        both_alone = pair.draft is not None and share_vocabulary(pair.models)
+        baselines = BASELINES if both_alone else ("target",)
         self.decoders = config.decoders(self.shared, baselines)
         self.heads = self._fingerprints([one.decoder for one in self.decoders])
         for compared in self.decoders:

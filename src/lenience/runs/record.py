@@ -186,7 +186,10 @@ def encoded(
 def check_prompts(pair: Pair, task: Task, samples: Sequence[Sample]) -> None:
     """Raise InputError for the first sample whose prompt a model cannot process, such as one that
     exceeds its context."""
+    from lenience.models.translation import shares_vocabulary
+
     for sample in samples:
         ids = encoded(pair.target, task, sample)
-        if pair.draft is not None:  # both must have room for it
+        # both must have room for it
+        if pair.draft is not None and shares_vocabulary(pair.target, pair.draft):
             encoded(pair.draft, task, sample, ids)

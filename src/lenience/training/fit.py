@@ -12,6 +12,7 @@ import numpy as np
 from lenience.core.errors import InputError
 from lenience.core.progress import Progress, silent
 from lenience.core.protocols import Rule
+from lenience.decoding.checks import share_vocabulary
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples, FitConfig, fit_head
@@ -139,6 +140,11 @@ def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Exam
             f"{run}: was mined at temperature {temperatures[run]:g}, and a judge that "
             "looks ahead "
             "learns from greedily drafted windows; leave out --ahead"
+        )
+    if "draft" in plan.inputs.models and not share_vocabulary(pair.models):
+        raise InputError(
+            "--models: the draft has another tokenizer than the target, so its states are of other "
+            "tokens; take --models target"
         )
     for judge in judges if plan.inputs.ahead is not None else ():
         _check_windows(judge)

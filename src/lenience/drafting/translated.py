@@ -1,0 +1,107 @@
+"""Drafting with a model of another tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lenience.core.context import Context
+from lenience.core.protocols import Drafter
+from lenience.core.types import Draft
+from lenience.drafting.base import DrafterSetup
+from lenience.drafting.trees.growing import GrowingTree, as_draft
+from lenience.models.lm import LM
+from lenience.models.session import Session
+from lenience.models.translation import Translation
+
+
+class TranslatedDrafter(Drafter):
+    """A drafter of chains with a model of another tokenizer.
+
+    A greedy request takes the text that the draft continues with, in the target's tokens (universal
+    assisted generation). A request with a temperature draws the tokens that both vocabularies share
+    (token-level intersection, Timor 2025, algorithm 4). Rows are drafted for one by one.
+    """
+
+    def __init__(self, draft: LM, setup: DrafterSetup):
+        self.target = setup.target
+        self.stop = setup.stop
+        self.translation = self.target.once(
+            ("translation", draft.tokenizer_fingerprint),
+            lambda: Translation(self.target, draft),
+        )
+        # a text may take more tokens in the draft's vocabulary
+        capacity = min(2 * setup.capacity, draft.context_length or 2 * setup.capacity)
+        self.session = Session(draft, setup.rows, capacity, profile=setup.profile)
+
+    @torch.inference_mode()
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        own = ctx.drafting()
+        grown = []
+        parts: list[Tensor] = []
+        read = []
+        passes = 0
+        for b, (row, left) in enumerate(zip(own.rows, room)):
+            limit = max(0, min(self.stop.max_tokens(row, own.window), left - 1))
+            before = self.translation.to_draft(row.prefix)
+            limit = min(limit, self.session.room(before)) if before else 0
+            if own.greedy:
+                tokens, steps = self._by_text(b, row.prefix, before, limit)
+            else:
+                tokens, logits = self._by_shared(own, b, before, limit)
+                steps = len(tokens)
+                parts.append(logits)
+            places = list(range(len(tokens)))
+            chain = GrowingTree(tokens, [i - 1 for i in places], places)
+            grown.append(chain.cut(limit, self.target.eos_ids))
+            read.append(len(before) + steps if limit else 0)
+            passes = max(passes, steps)
+        logits = torch.nn.utils.rnn.pad_sequence(parts, True) if parts else None
+        draft = as_draft(grown, self.target.device, logits, trees=False)
+        return replace(draft, passes=passes, tokens_read=read)
+
+    def _by_text(
+        self, b: int, prefix: list[int], before: list[int], limit: int
+    ) -> tuple[list[int], int]:
+        """Return the target's tokens of a greedy continuation of the draft's tokens `before`, and
+        the number of the draft's tokens."""
+        drafted: list[int] = []
+        ended = False
+        while len(drafted) < limit and not ended:
+            reading = self.session.read([before + drafted], rows=[b])
+            token = int(reading.greedy_tokens[0, -1])
+            ended = token in self.session.lm.eos_ids
+            drafted += [] if ended else [token]
+        tokens = self.translation.to_target(prefix, before, drafted) if drafted else []
+        whole = bool(tokens) or not drafted
+        if ended and whole:
+            tokens = tokens + sorted(self.target.eos_ids)[:1]
+        return tokens, len(drafted)
+
+    def _by_shared(
+        self, ctx: Context, b: int, before: list[int], limit: int
+    ) -> tuple[list[int], Tensor]:
+        """Return tokens drawn from those that both vocabularies share, and the logits [n, V] that
+        they were drawn from."""
+        one_row = Context(
+            [ctx.rows[b]], ctx.temperature, top_k=ctx.top_k, top_p=ctx.top_p
+        )
+        tokens: list[int] = []
+        parts = [torch.zeros(0, self.target.vocab_size, device=self.target.device)]
+        own = list(before)
+        while len(tokens) < limit:
+            reading = self.session.read([own], rows=[b])
+            logits = self.translation.to_target_logits(reading.logits)
+            token = int(one_row.draw(logits, len(tokens))[0, 0])
+            parts.append(logits[0].to(self.target.device))
+            tokens.append(token)
+            if token in self.target.eos_ids:
+                break
+            own.append(int(self.translation.shared[token]))
+        return tokens, torch.cat(parts)
+
+    def move(self, source: int, to: int) -> None:
+        self.session.move(source, to)
