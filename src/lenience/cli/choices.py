@@ -34,7 +34,16 @@ MANY = 10_000
 """Number of samples or tokens to assume if unknown; large enough that exporting models pays."""
 USED = 0.5
 """Assumed share of the length limit that an answer uses."""
-KEPT = ("target", "draft", "dtype", "device", "chat", "system", "template_option")
+KEPT = (
+    "target",
+    "draft",
+    "dtype",
+    "quantization",
+    "device",
+    "chat",
+    "system",
+    "template_option",
+)
 
 
 @Parameter(name="*", group=Group("Models and engine", sort_key=2))
@@ -46,6 +55,8 @@ class Models:
     """Hub name, folder or GGUF file of the draft model."""
     dtype: str | None = None
     """Precision of the weights: float32, bfloat16, … Default: the checkpoint's own."""
+    quantization: Literal["int8", "int4"] | None = None
+    """Rounding of the target's weights while it is loaded (torchao)."""
     device: str = "auto"
     """Device: cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     chat: bool | None = None
@@ -80,6 +91,11 @@ class Models:
 
             options = self.loading() | {"compile": False}
             if self.engine == "vllm":
+                if self.quantization is not None:
+                    raise InputError(
+                        "--quantization: rounds the target of lenience's own loop; name the "
+                        "quantised checkpoint, or --engine-arg quantization=…"
+                    )
                 if self.device == "auto":  # leave the GPU's memory to vLLM
                     options["device"] = "cpu"
                 return self._in_vllm(load_pair(self.target, self.draft, **options))
@@ -109,7 +125,8 @@ class Models:
     def loading(self) -> dict[str, Any]:
         """Return the options of `load_pair`, except compile, as plain values."""
         options = {
-            name: getattr(self, name) for name in ("dtype", "device", "chat", "system")
+            name: getattr(self, name)
+            for name in ("dtype", "quantization", "device", "chat", "system")
         }
         given = dict(
             _argument("--template-option", text) for text in self.template_option

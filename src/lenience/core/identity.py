@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import Parameter
 
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes, read_json
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
     """Return a hash that identifies weights in whatever dtype they are loaded. It covers each
-    parameter's name, shape and a sample of its numbers, rounded to bfloat16."""
+    parameter's name, shape and a sample of its numbers, rounded to bfloat16. Of quantised weights
+    it covers each part, such as the integers and their scales."""
     digest = hashlib.blake2b(digest_size=8)
-    for name in sorted(weights):
-        value = weights[name]
+    for name, value in _plain(weights):
         flat = value.detach().flatten()
         some = (
             flat[:: max(1, flat.numel() // 64)]
@@ -38,6 +39,18 @@ def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
             f"{name}{tuple(value.shape)}".encode() + some.cpu().numpy().tobytes()
         )
     return digest.hexdigest()
+
+
+def _plain(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights by name, in order; a tensor that is made of others (torchao) as its parts."""
+    for name in sorted(weights):
+        value = weights[name]
+        parts = getattr(value, "__tensor_flatten__", None)
+        if parts is None or type(value) in (Tensor, Parameter):
+            yield name, value
+            continue
+        names, _ = parts()
+        yield from _plain({f"{name}.{part}": getattr(value, part) for part in names})
 
 
 def checkpoint_fingerprint(folder: Path) -> str:

@@ -15,6 +15,7 @@ from lenience.decoding.options import Loading, takes_loading
 from lenience.decoding.pair import Pair
 from lenience.models.lm import LM, without_bars
 from lenience.models.prompts import Chat
+from lenience.models.quantized import quantization_config
 from lenience.models.session import check_windows
 
 
@@ -83,7 +84,7 @@ def _load(source: str | PreTrainedModel, role: str, loading: Loading) -> LM:
         raise InputError(
             f"{role} {source!r:.60}: is neither a name or folder nor a loaded transformers model"
         )
-    for name in ("dtype", f"{role}_kwargs"):
+    for name in ("dtype", "quantization", f"{role}_kwargs"):
         if getattr(loading, name):
             raise InputError(f"{name}: the {role} is loaded already; leave it out")
     if loading.device != "auto":
@@ -104,8 +105,16 @@ def _from_pretrained(loading: Loading, role: str, dtype: str) -> Mapping[str, An
     device = loading.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    kwargs = loading.target_kwargs if role == "target" else loading.draft_kwargs
+    kwargs = dict(
+        (loading.target_kwargs if role == "target" else loading.draft_kwargs) or {}
+    )
     for name in ("dtype", "device"):
-        if name in (kwargs or {}):
+        if name in kwargs:
             raise InputError(f"{role}_kwargs: give {name} by itself")
-    return {"dtype": loading.dtype or dtype, "device": device, **(kwargs or {})}
+    if loading.quantization is not None and role == "target":
+        if "quantization_config" in kwargs:
+            raise InputError(
+                "quantization: target_kwargs has a quantization_config too"
+            )
+        kwargs["quantization_config"] = quantization_config(loading.quantization)
+    return {"dtype": loading.dtype or dtype, "device": device, **kwargs}

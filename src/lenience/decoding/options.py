@@ -154,6 +154,9 @@ class Loading:
     built-in pair."""
     device: str = "auto"
     """Device: cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    quantization: str | None = None
+    """Rounding of the target's weights while it is loaded: int8 or int4 (torchao). The rounded
+    target is another target: heads and certificates are bound to it."""
     compile: bool | None = None
     """True exports the models' forward passes for ONNX Runtime (`Pair.compile`), None uses exports
     that are in the cache, and False uses none."""

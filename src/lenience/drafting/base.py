@@ -147,6 +147,6 @@ def check_fitted_to(
         if fingerprints.get(part, value) != value:
             raise InputError(
                 f"{where}: was trained for another {part} ({value}, this is "
-                f"{fingerprints[part]}); "
+                f"{fingerprints[part]}: other weights, or the same quantised otherwise); "
                 "train one for this target"
             )

@@ -235,7 +235,8 @@ class Head:
                 raise InputError(
                     f"{self.role} {self.folder}: was trained for another {part} "
                     f"({value}, this is "
-                    f"{fingerprints[part]}); train one for this pair, or add "
+                    f"{fingerprints[part]}: other weights, or the same quantised otherwise); "
+                    "train one for this pair, or add "
                     ",unchecked=true to its spec"
                 )
         lacking = [model for model in self.inputs.models if model not in sizes]

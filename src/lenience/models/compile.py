@@ -233,6 +233,8 @@ def refuses(lm: LM) -> str | None:
     """Return the reason why a model cannot be compiled; None if compiling can be tried."""
     if not lm.only_attends:
         return "its cache keeps more than keys and values of each layer"
+    if getattr(lm.model, "is_quantized", False):
+        return "its weights are quantised"
     if lm.reads_rows_apart:
         return "its rows cannot be read together"
     devices = {str(weight.device) for weight in lm.model.parameters()}

@@ -294,6 +294,11 @@ class LM:
         }
         place = source
         if gguf.is_named(source):
+            if "quantization_config" in kwargs:
+                raise InputError(
+                    f"{role} {source!r}: is a GGUF file, whose weights are rounded already; leave "
+                    "the quantization out, or name the model in safetensors"
+                )
             place, file = gguf.located(source, role)
             shared |= file
             kwargs |= gguf.dequantized(file["gguf_file"])
@@ -316,6 +321,13 @@ class LM:
             )
             why = f"cannot be loaded ({first_line(error)}){mend}"
             raise InputError(f"{role} {source!r}: {why}") from error
+        except RuntimeError as error:
+            if "quantization_config" not in kwargs:
+                raise
+            raise InputError(
+                f"{role} {source!r}: its weights cannot be rounded as asked ({first_line(error)}); "
+                "int4 needs layers whose widths are multiples of 32, int8 takes any"
+            ) from error
         restrict_as_saved(model, Path(place))
         if "device_map" not in kwargs and not getattr(model, "is_quantized", False):
             model.to(torch.device(device))  # type: ignore[arg-type]

@@ -555,10 +555,19 @@ def _why_not_read_together(lm: LM) -> str | None:
     if not _are_alike(lm, whole, torch.cat(each)) or not _are_alike(
         lm, whole[1:], later
     ):
-        return "reads a window otherwise than its tokens one by one"
+        return _otherwise(lm)
     if counted is not None and not _are_alike(lm, logits, counted):
         return "counts positions otherwise than transformers' generate does, from 0"
     return None
+
+
+def _otherwise(lm: LM) -> str:
+    """Return what is wrong with a model that reads a window otherwise than its tokens one by
+    one."""
+    what = "reads a window otherwise than its tokens one by one"
+    if getattr(lm.model, "is_quantized", False):
+        return f"{what}, as quantisation that rounds activations does"
+    return what
 
 
 def _logits_at_positions_from_0(lm: LM, tokens: list[int]) -> Tensor | None:
