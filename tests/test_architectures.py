@@ -14,6 +14,7 @@ import transformers
 from transformers import BertConfig, BertLMHeadModel
 
 from lenience import InputError
+from lenience.models import lm as lm_module
 from lenience.models.lm import LM
 from lenience.models.session import Session, check_windows
 
@@ -54,8 +55,12 @@ def test_a_kind_is_the_same_or_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WITH_STATES)
-def test_states_after_any_readings_are_the_models_own(kind: str) -> None:
+@pytest.mark.parametrize("long_chunk", [128, 1], ids=["in chunks", "in steps"])
+def test_states_after_any_readings_are_the_models_own(
+    kind: str, long_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sequences that share any part with what the row holds, against a pass over the whole."""
+    monkeypatch.setattr(lm_module, "LONG_CHUNK", long_chunk)
     with architectures.quiet():
         model = architectures.tiny_model(kind)
         lm = LM(model, architectures.tokenizer(), kind)

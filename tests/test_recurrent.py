@@ -204,14 +204,15 @@ def test_memory_of_states_is_counted(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "certain", "begins", "one_by_one", "sizes"),
+    ("tokens", "certain", "begins", "steps", "sizes"),
     [
-        (7, 7, True, False, [7]),
-        (7, 3, True, False, [3, 4]),
-        (7, 3, False, False, [3, 4]),
-        (4, 2, True, True, [2, 1, 1]),
-        (4, 2, False, True, [1, 1, 1, 1]),
+        (7, 7, True, 0, [7]),
+        (7, 3, True, 0, [3, 4]),
+        (7, 3, False, 0, [3, 4]),
+        (4, 2, True, 99, [2, 1, 1]),
+        (4, 2, False, 99, [1, 1, 1, 1]),
+        (9, 6, False, 4, [6, 1, 1, 1]),
     ],
 )
-def test_pieces_of_a_pass(tokens, certain, begins, one_by_one, sizes) -> None:
-    assert recurrent.sizes_of(tokens, certain, begins, one_by_one) == sizes
+def test_pieces_of_a_pass(tokens, certain, begins, steps, sizes) -> None:
+    assert recurrent.sizes_of(tokens, certain, begins, steps) == sizes

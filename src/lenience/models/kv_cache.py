@@ -353,7 +353,7 @@ class PlainCache:
         start = forward.cached_lengths[0]
         checkpoints.enter(forward.rows[0], start)
         certain = forward.length - (forward.num_states - 1)
-        sizes = sizes_of(forward.length, certain, start == 0, self.lm.reads_one_by_one)
+        sizes = sizes_of(forward.length, certain, start == 0, self.lm.mixer_steps)
         self._cache.pieces = Pieces(sizes, self._state_layers, certain)
 
     def _keep_states(self, checkpoints: Checkpoints, forward: Forward) -> None:

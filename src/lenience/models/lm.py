@@ -53,6 +53,12 @@ T = TypeVar("T")
 CACHE_NAMES = ("past_key_values", "cache", "cache_params")
 """Parameter names by which models take a cache. Up to transformers 5.23 the name is the first,
 or the last for Mamba."""
+CHUNK_SIZES = ("chunk_size", "mamba_chunk_size")
+"""Fields of configurations that hold the number of tokens in a chunk of a recurrence."""
+LONG_CHUNK = 128
+CPU_STEPS = 16
+"""Number of tokens up to which single steps are faster than a chunk of at least LONG_CHUNK tokens,
+measured by benchmarks/states.py."""
 CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
 """Usual causes of NaN or infinite logits and states."""
 KNOWN_LAYERS = (
@@ -467,6 +473,17 @@ class LM:
     def reads_inputs(self) -> bool:
         """Return True if the model takes a state along with each token, see `Forward.inputs`."""
         return "inputs" in inspect.signature(self.model.forward).parameters
+
+    @property
+    def mixer_steps(self) -> int:
+        """Return the largest number of tokens that the mixers take one by one. transformers pads a
+        pass to whole chunks; on a CPU, single steps are faster than a chunk of Mamba 2."""
+        if self.reads_one_by_one:
+            return 1 << 30
+        config = self.model.config.get_text_config()
+        chunks = [getattr(config, name, None) or 0 for name in CHUNK_SIZES]
+        slow = self.device.type == "cpu" and max(chunks) >= LONG_CHUNK
+        return CPU_STEPS if slow else 0
 
     @cached_property
     def takes_positions(self) -> bool:

@@ -185,15 +185,16 @@ class Pieces:
         self.marked[mixer.layer] = own if before is None else before.joined(own)
 
 
-def sizes_of(tokens: int, certain: int, begins: bool, one_by_one: bool) -> list[int]:
+def sizes_of(tokens: int, certain: int, begins: bool, steps: int) -> list[int]:
     """Return the sizes of the pieces of a pass. The first `certain` of its tokens are a piece, and
-    the window after them. With `one_by_one` each token is a piece, except for the first piece of a
-    row that `begins`."""
-    sizes = [certain, tokens - certain] if certain < tokens else [tokens]
-    if not one_by_one:
-        return sizes
-    first = [certain] if begins else [1] * certain
-    return first + [1] * (tokens - certain)
+    the window after them. Pieces of at most `steps` tokens are cut into single tokens, except for
+    the first piece of a row that `begins`."""
+    pieces = [certain, tokens - certain] if certain < tokens else [tokens]
+    sizes = []
+    for i, size in enumerate(pieces):
+        whole = size > steps or (begins and i == 0)
+        sizes += [size] if whole else [1] * size
+    return sizes
 
 
 def find_mixers(
