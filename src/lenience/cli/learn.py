@@ -162,14 +162,14 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         from lenience.training.fit import fit_annotated
 
         rows = read_annotated(run)  # raises before the models are loaded
-        pair = Models(flags.target, flags.draft, None, flags.device).load()
+        pair = Models(flags.target, flags.draft, device=flags.device).load()
         fitted = with_bars(fit_annotated, pair, rows, plan)
     else:
         from lenience.training.fit import fit_run, learning_curve
 
         for folder in (run, *flags.also):
             mined_with(folder)  # raises where nothing is mined
-        models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
+        models = models_of(run, Models(flags.target, flags.draft, device=flags.device))
         pair = models.load(
             tokens=MANY if flags.gate else 0,
             needs_draft="draft" in plan.inputs.models,
@@ -193,7 +193,7 @@ def _print_curve(rows: list[dict[str, Any]], json: bool) -> None:
 def _fit_tree(run: Path, flags: FitFlags, json: bool) -> None:
     drawn = flags.drawn()
     mined_with(run)  # raises where nothing is mined
-    models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
+    models = models_of(run, Models(flags.target, flags.draft, device=flags.device))
     drafter = flags.with_ or "model"
     pair = models.load(tokens=MANY, needs_draft=drafter_needs_draft(drafter))
     found = fit_tree(pair, run, drafter, drawn)
@@ -205,7 +205,7 @@ def _fit_tree(run: Path, flags: FitFlags, json: bool) -> None:
 def _search_layers(run: Path, flags: FitFlags, json: bool) -> None:
     flags.check_skip()
     mined_with(run)  # raises where nothing is mined
-    models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
+    models = models_of(run, Models(flags.target, flags.draft, device=flags.device))
     found = search_layers(models.load(needs_draft=False), run)
     best = print_skipped(found)
     if json:
@@ -217,7 +217,7 @@ def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:
 
     plan = flags.drafter_plan(run)
     mined_with(run)  # raises where nothing is mined
-    models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
+    models = models_of(run, Models(flags.target, flags.draft, device=flags.device))
     distils = plan.kind == "model" and plan.layers is None
     pair = models.load(tokens=0 if plan.layers else MANY, needs_draft=distils)
     fitted = with_bars(fit_drafter, pair, run, plan)

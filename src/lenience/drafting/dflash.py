@@ -245,7 +245,7 @@ def _load(named: str, path: Path, changed: tuple[int, ...]) -> DflashModel:
     except BROKEN as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"dflash {named}: cannot be read ({why})") from None
-    layers = tuple(layer + 1 for layer in config.target_layer_ids)
+    layers = tuple(layer + 1 for layer in config.target_layer_ids or ())
     return DflashModel(
         model, layers, config.block_size, config.mask_token_id, fingerprint
     )

@@ -149,7 +149,8 @@ class MtpDraft(PreTrainedModel):
     def __init__(self, target: PreTrainedModel, modules: Any):
         super().__init__(modules.config)
         self.model = MtpDecoder(modules)
-        self.vocab_size = target.get_input_embeddings().weight.shape[0]
+        embedding = cast(nn.Embedding, target.get_input_embeddings())
+        self.vocab_size = embedding.num_embeddings
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

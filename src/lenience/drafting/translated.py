@@ -59,8 +59,8 @@ class TranslatedDrafter(Drafter):
             grown.append(chain.cut(limit, self.target.eos_ids))
             read.append(len(before) + steps if limit else 0)
             passes = max(passes, steps)
-        logits = torch.nn.utils.rnn.pad_sequence(parts, True) if parts else None
-        draft = as_draft(grown, self.target.device, logits, trees=False)
+        padded = torch.nn.utils.rnn.pad_sequence(parts, True) if parts else None
+        draft = as_draft(grown, self.target.device, padded, trees=False)
         return replace(draft, passes=passes, tokens_read=read)
 
     def _by_text(

@@ -503,7 +503,7 @@ class _IndexedLayer(_Layer):
         return self._index_keys.write(indexer_key_states[:, None])[:, 0]
 
 
-class _BothLayer(StateLayer, _Layer):
+class _BothLayer(StateLayer, _Layer):  # type: ignore[misc,override]
     """Keys and values of one layer that also keeps a state."""
 
     def __init__(self, slots: _Slots, number_of_states: int):

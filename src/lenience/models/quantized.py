@@ -46,5 +46,6 @@ def quantization_config(way: str) -> Any:
         ) from None
     if way == "int8":
         return TorchAoConfig(Int8WeightOnlyConfig())
+    four_bits = getattr(torch, "int4")  # noqa: B009 - PyTorch's stubs lack it
     groups = PerGroup(GROUP)
-    return TorchAoConfig(IntxWeightOnlyConfig(torch.int4, granularity=groups))
+    return TorchAoConfig(IntxWeightOnlyConfig(four_bits, granularity=groups))
