@@ -18,7 +18,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -324,7 +324,7 @@ def tiny_draft(kind: str) -> PreTrainedModel:
     with torch.no_grad():
         for weight in model.parameters():
             noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-            weight += 0.02 * noise * weight.std().nan_to_num(0)
+            weight.add_(0.02 * noise * weight.std().nan_to_num(0))
     return model
 
 
@@ -339,7 +339,7 @@ def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     """Return transformers' own greedy answer."""
     ids = torch.tensor([prompt])
     with torch.no_grad():
-        out = model.generate(
+        out = cast(Any, model).generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=LENGTH,
@@ -371,17 +371,15 @@ def survey(kind: str) -> Found:
     except Exception as error:  # whatever a kind raises that needs other sizes
         return Found(kind, "not built", _said(error))
     try:
-        lms = [
-            LM(model, tokenizer(), kind, role)
-            for model, role in zip(models, ("target", "draft"))
-        ]
-        for lm in lms:
+        target = LM(models[0], tokenizer(), kind, "target")
+        draft = LM(models[1], tokenizer(), kind, "draft")
+        for lm in (target, draft):
             check_windows(lm)
     except InputError as error:
         return Found(kind, "refused", str(error))
     except Exception as error:  # what a user would see as a crash
         return Found(kind, "failed", _said(error))
-    pair = Pair(*lms, kind)
+    pair = Pair(target, draft, kind)
     found = Found(kind, "same")
     for name, options in WAYS.items():
         found.ways[name] = _compared(found, pair, wanted, name, options)

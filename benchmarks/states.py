@@ -100,7 +100,7 @@ def main() -> None:
         for _ in range(TURNS):
             plain.append(seconds(lm, 0, 0))
             cycle.append(seconds(lm, WINDOW, ACCEPTED))
-        row = {
+        row: dict[str, Any] = {
             "kind": name,
             "plain_ms": 1000 * sorted(plain)[TURNS // 2],
             "cycle_ms": 1000 * sorted(cycle)[TURNS // 2],

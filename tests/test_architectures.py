@@ -44,6 +44,7 @@ WITH_STATES = (
 attention or in the same layer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_is_the_same_or_refused(kind: str) -> None:
     with architectures.quiet():

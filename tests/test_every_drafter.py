@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import test_dflash
 import torch
 from conftest import CONFIGS, VOCABULARY
 from scipy.stats import chi2
@@ -44,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         random_heads(kind, 3).save(made / kind)
     for version in (1, 3):
         write(made / f"eagle{version}", version)
+    test_dflash.write(made / "dflash")
     return made
 
 
@@ -53,6 +55,7 @@ SPECS = {  # and the trees that each proposes
     "blockwise:{folder}/blockwise": ("dynamic:6", "cartesian:2,2"),
     "eagle:{folder}/eagle1": ("dynamic:6", "cartesian:2,2"),
     "eagle:{folder}/eagle3": ("dynamic:6", "cartesian:2,2"),
+    "dflash:{folder}/dflash": ("dynamic:6", "cartesian:2,2"),
     "exit:1": ("dynamic:6", "cartesian:2,2"),
     "skip:1": ("dynamic:6", "cartesian:2,2"),
     "ngram": (),
@@ -67,7 +70,9 @@ SPECS = {  # and the trees that each proposes
 
 
 def test_every_drafter_is_here() -> None:
-    assert {spec.split(":")[0] for spec in SPECS} >= DRAFTERS.keys()
+    here = {spec.split(":")[0] for spec in SPECS}
+    # the target must hold the layer of mtp: tests/test_mtp.py
+    assert here >= DRAFTERS.keys() - {"mtp"}
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt_neo"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_dflash
 import torch
 from conftest import prompt_lists, quick
 from hypothesis import given
@@ -50,6 +51,7 @@ PARTS: dict[str, tuple[Any, ...]] = {
         "medusa:{folder}/medusa",
         "blockwise:{folder}/blockwise",
         "eagle:{folder}/eagle3",
+        "dflash:{folder}/dflash",
         "exit:1",
         "skip:1",
         "datastore:{folder}/store,shortest=1",
@@ -77,7 +79,8 @@ PARTS: dict[str, tuple[Any, ...]] = {
 }
 REGISTRIES: dict[str, tuple[Mapping[str, Any], set[str]]] = {
     "rule": (RULES, set()),
-    "drafter": (DRAFTERS, set()),
+    # the target must hold its layer: tests/test_mtp.py
+    "drafter": (DRAFTERS, {"mtp"}),
     "tree": (TREES, {"auto"}),  # which is a choice among the others
     "stop": (STOPS, set()),
 }
@@ -92,6 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> Path:
     for kind in ("medusa", "blockwise"):
         random_heads(kind, 3).save(made / kind)
     write(made / "eagle3", 3)
+    test_dflash.write(made / "dflash")
     build_store(
         iter([[5, 6, 7, 9, 3, 8]]), llama.target.tokenizer_fingerprint, made / "store"
     )

@@ -356,8 +356,6 @@ def test_a_window_reaches_over_no_switch_of_rope_factors(
         ("xlm-roberta", {}),
         ("roberta-prelayernorm", {}),
         ("bert-generation", {}),
-        # causal, but transformers' generate gives it other positions than it has by itself
-        ("roberta", {"is_decoder": True}),
     ],
 )
 def test_an_encoder_is_refused_by_name(

@@ -328,12 +328,8 @@ class LM:
             why = f"cannot be loaded ({first_line(error)}){mend}"
             raise InputError(f"{role} {source!r}: {why}") from error
         except RuntimeError as error:
-            if "quantization_config" not in kwargs:
-                raise
-            raise InputError(
-                f"{role} {source!r}: its weights cannot be rounded as asked ({first_line(error)}); "
-                "int4 needs layers whose widths are multiples of 32, int8 takes any"
-            ) from error
+            _refuse_rounding(f"{role} {source!r}", kwargs, error)
+            raise
         restrict_as_saved(model, Path(place))
         if "device_map" not in kwargs and not getattr(model, "is_quantized", False):
             model.to(torch.device(device))  # type: ignore[arg-type]
@@ -648,6 +644,15 @@ def tokenize(
         raise InputError(
             f"the text holds what the vocabulary of {name!r} lacks: {words}; it knows "
             "only the words of its task"
+        ) from error
+
+
+def _refuse_rounding(what: str, kwargs: Mapping[str, Any], error: RuntimeError) -> None:
+    """Raise InputError if a model could not be loaded because its weights cannot be rounded."""
+    if "quantization_config" in kwargs:
+        raise InputError(
+            f"{what}: its weights cannot be rounded as asked ({first_line(error)}); int4 needs "
+            "layers whose widths are multiples of 32, int8 takes any"
         ) from error
 
 
