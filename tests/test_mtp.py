@@ -10,12 +10,18 @@ import pytest
 import torch
 from conftest import COMMON, SMALL, make_tokenizer
 from safetensors.torch import load_file, save_file
+from test_mining import ParityTask, brute_force, lines, mined
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 import lenience
 from lenience import InputError
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
+from lenience.drafting.mtp import mtp_lm
+from lenience.heads.head import Inputs
+from lenience.training.fit import HeadPlan, fit_run
 
 LAYERS = 2
 PROMPTS = [[5, 6, 7], [*range(1, 20)], [9], [40, 2, 17]]
@@ -175,3 +181,46 @@ def test_a_checkpoint_that_lacks_the_weights_is_refused_by_name(
     bare = lenience.load_pair(str(tmp_path), dtype="float32", compile=False)
     with pytest.raises(InputError, match="its MTP layers cannot be loaded"):
         bare.generate([5], drafter="mtp")
+
+
+@torch.no_grad()
+def test_it_is_mined_by_the_book_and_judged(pair: Pair, tmp_path: Path) -> None:
+    """The layer's token is computed by transformers' own modules, from scratch."""
+    mtp = mtp_lm(pair.target).model.model.modules_of_mtp
+
+    def guessed(prompt: list[int], response: list[int]) -> int | None:
+        if not response:  # the first cycle reads the prompt
+            return None
+        text = prompt + response
+        read = torch.tensor([text[:-1]])
+        states = pair.target.model(read, output_hidden_states=True).hidden_states[-1]
+        tokens, _, _ = mtp(
+            torch.tensor([text[1:]]),
+            states,
+            attention_mask=None,
+            position_ids=torch.arange(1, len(text))[None],
+            mtp_cache=MtpCache(config=mtp.config),
+        )
+        return int(tokens[0, 0])
+
+    drafter = Decoder.of(drafter="mtp").drafter
+    mined(pair, ParityTask(), tmp_path, limit=24, drafter=drafter)
+    labels = set()
+    for record in lines(tmp_path)[:3]:
+        final, found = brute_force(pair, ParityTask(), record["prompt_ids"], guessed)
+        assert record["final_ids"] == final
+        assert [tuple(mismatch.values()) for mismatch in record["mismatches"]] == found
+        labels |= {important for *_, important in found}
+    assert labels >= {True, False}
+    plan = HeadPlan(Inputs(("target",)), tmp_path / "judge")
+    fit_run(pair, tmp_path, plan)
+    for tree in ("chain", "dynamic:6"):
+        strict, lenient = (
+            pair.generate_batch(
+                PROMPTS, rule=rule, drafter="mtp", tree=tree, max_new_tokens=NEW
+            )
+            for rule in ("exact", f"judge:{tmp_path / 'judge'}@0.01")
+        )
+        passes = [sum(o.target_passes for o in outs) for outs in (strict, lenient)]
+        assert passes[1] < passes[0]
+        assert sum(o.accepted_lenient for o in lenient) > 0
