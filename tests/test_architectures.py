@@ -15,8 +15,10 @@ from transformers import BertConfig, BertLMHeadModel
 
 from lenience import InputError
 from lenience.models import lm as lm_module
+from lenience.models.copied_cache import CopiedCache
 from lenience.models.lm import LM
-from lenience.models.session import Session, check_windows
+from lenience.models.memory import token_bytes
+from lenience.models.session import Session, check_trees, check_windows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -55,6 +57,20 @@ def test_a_kind_is_the_same_or_refused(kind: str) -> None:
         assert found.status == STATUS[kind], found
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v4", "qwen4_exp_text"])
+def test_a_cache_that_only_the_model_can_continue_is_copied(kind: str) -> None:
+    with architectures.quiet():
+        lm = LM(architectures.tiny_model(kind), architectures.tokenizer(), kind)
+    with pytest.warns(UserWarning, match="each cycle takes two calls of the model"):
+        check_windows(lm)
+    assert isinstance(Session(lm).cache, CopiedCache)
+    read_at_random(lm)
+    (size,) = token_bytes(lm).values()
+    assert size > 0
+    with pytest.raises(InputError, match="keeps a state, which follows one path"):
+        check_trees(lm, "--tree chain")
+
+
 @pytest.mark.parametrize("kind", WITH_STATES)
 @pytest.mark.parametrize("long_chunk", [128, 1], ids=["in chunks", "in steps"])
 def test_states_after_any_readings_are_the_models_own(
@@ -67,15 +83,27 @@ def test_states_after_any_readings_are_the_models_own(
         lm = LM(model, architectures.tokenizer(), kind)
         check_windows(lm)
     assert lm.has_states
+    read_at_random(lm)
+
+
+def read_at_random(lm: LM) -> None:
+    """Read sequences that share any part with what a row holds, in two rows of which one is a copy
+    at times. Compare each with a pass over the whole."""
+    model = lm.model
     rng = random.Random(0)
-    session = Session(lm, 1, 8)
-    held: list[int] = []
+    session = Session(lm, 2, 8)
+    rows: list[list[int]] = [[], []]
     for _ in range(60):
+        row = rng.randrange(2)
+        held = rows[row]
         del held[rng.randint(0, len(held)) :]
         held += [rng.randint(3, 90) for _ in range(rng.randint(1, 5))]
-        held = held[: architectures.CONTEXT - 1]
+        del held[architectures.CONTEXT - 1 :]
         n = rng.randint(1, len(held))
-        got = session.read([held], n).logits[0]
+        if rng.random() < 0.2:
+            session.copy(row, 1 - row)
+            rows[1 - row] = list(session.tokens()[1 - row])
+        got = session.read([held], n, rows=[row]).logits[0]
         with torch.no_grad():
             own = model(torch.tensor([held])).logits[0, -n:]
         torch.testing.assert_close(got, own, atol=2e-5, rtol=1e-4)

@@ -107,6 +107,7 @@ def test_no_pass_is_added_and_few_tokens_are_read_again(
             read.append(input_ids.shape[1])
         return forward(self, input_ids, **options)
 
+    pair.generate([1], max_new_tokens=2)  # measures memory
     monkeypatch.setattr(type(pair.target.model), "forward", counted)
     drafted = kept = 0
     for first in range(1, 9):
@@ -178,15 +179,15 @@ def of_length(length: int) -> list[LayerState]:
 
 @given(st.integers(1, 200), st.integers(0, 199))
 def test_rolling_back_reads_about_as_many_tokens_again(whole: int, back: int) -> None:
-    checkpoints = Checkpoints([], 1)
+    checkpoints = Checkpoints[list[LayerState]](1)
     for length in range(1, whole + 1):
         checkpoints.keep(0, length, of_length(length))
     length = max(whole - back, 1)
     start = checkpoints.resumable(0, length)
     assert 0 <= length - start <= 5 * (whole - length + 1)
-    assert len(checkpoints._rows[0]) <= CHECKPOINTS
+    assert len(checkpoints.of(0)) <= CHECKPOINTS
     if start:
-        (kept,) = checkpoints._rows[0][start]
+        (kept,) = checkpoints.of(0)[start]
         assert int(kept.conv[0]) == start
 
 

@@ -24,7 +24,7 @@ from lenience.core.transfer import to_device
 from lenience.core.trees import Parents, depths, lineage
 from lenience.models.lm import LAST, LM, PassCache, States, cache_argument, new_cache
 from lenience.models.recurrent import (
-    Checkpoints,
+    MixerStates,
     Pieces,
     StateLayer,
     find_mixers,
@@ -224,9 +224,8 @@ class PlainCache:
         lm.capture(states)
         self._features = _RowStates(self.slots)
         make_layer = cast(type[CacheLayerMixin], partial(_Layer, self.slots))
-        self._state_layers: dict[int, StateLayer] = {}
-        self._checkpoints: Checkpoints | None = None
-        if lm.only_attends:
+        self._mixers: MixerStates | None = None
+        if lm.only_attends or lm.copies_cache:
             self._cache = PassCache(layer_class_to_replicate=make_layer)
             return
         layers = [
@@ -234,16 +233,14 @@ class PlainCache:
         ]
         self._cache = PassCache(layers=layers)
         if lm.has_states:
-            self._follow_states(rows)
-
-    def _follow_states(self, rows: int) -> None:
-        """Keep checkpoints of the layers' states."""
-        self.reads_ragged = False
-        for i, layer in enumerate(self._cache.layers):
-            if isinstance(layer, StateLayer):
-                self._state_layers[i] = layer
-        self._checkpoints = Checkpoints([*self._state_layers.values()], rows)
-        self.lm.once("mixers", lambda: _prepare_mixers(self.lm))
+            self.reads_ragged = False
+            following = {
+                i: layer
+                for i, layer in enumerate(layers)
+                if isinstance(layer, StateLayer)
+            }
+            self._mixers = MixerStates(following, rows)
+            lm.once("mixers", lambda: _prepare_mixers(lm))
 
     def of_layers(
         self, lm: LM, layers: Sequence[int], trees: bool
@@ -279,10 +276,10 @@ class PlainCache:
         return taken
 
     def row_bytes(self) -> dict[torch.device, int]:
-        if self._checkpoints is None:
+        if self._mixers is None:
             return {}
         self._read_a_token()
-        return {self.lm.device: self._checkpoints.row_bytes()}
+        return {self.lm.device: self._mixers.row_bytes()}
 
     @torch.inference_mode()
     def _read_a_token(self) -> None:
@@ -293,20 +290,19 @@ class PlainCache:
             )
 
     def resumable(self, row: int, length: int) -> int:
-        kept = self._checkpoints
-        return length if kept is None else kept.resumable(row, length)
+        mixers = self._mixers
+        return length if mixers is None else mixers.checkpoints.resumable(row, length)
 
     def scale_states(self, row: int, factor: float) -> bool:
         """Multiply the recurrent states of a row, to see whether passes read them. Returns False if
         there are none."""
-        kept = self._checkpoints
-        return kept is not None and kept.scale(row, factor)
+        return self._mixers is not None and self._mixers.scale(row, factor)
 
     def on_session_closed(self) -> None: ...
 
     def copy(self, source: int, to: int, length: int) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.copy(source, to, length)
+        if self._mixers is not None:
+            self._mixers.checkpoints.copy(source, to, length)
         for states in self.kept():
             states[to, :, :length] = states[source, :, :length]
 
@@ -338,36 +334,23 @@ class PlainCache:
             sight = Visibility(at, torch.arange(forward.kv_length, device=device))
         if forward.parents is not None:
             sight = TreeVisibility.of(forward, self.lm.context_length).on(device)
-        if self._checkpoints is not None:
-            self._enter_states(self._checkpoints, forward)
+        if self._mixers is not None:
+            self._enter_states(self._mixers, forward)
         profile.add("cache")
         outputs = self.forward(ids, forward.num_states, sight, forward.inputs)
-        if self._checkpoints is not None:
-            self._keep_states(self._checkpoints, forward)
+        if self._mixers is not None and self._cache.pieces is not None:
+            start = forward.cached_lengths[0]
+            self._mixers.leave(forward.rows[0], start, self._cache.pieces)
         profile.add(self.lm.role)
         return outputs
 
-    def _enter_states(self, checkpoints: Checkpoints, forward: Forward) -> None:
+    def _enter_states(self, mixers: MixerStates, forward: Forward) -> None:
         """Continue from the row's checkpoint. The mixers are to read the window apart from the
         tokens before it, which are certain."""
         start = forward.cached_lengths[0]
-        checkpoints.enter(forward.rows[0], start)
         certain = forward.length - (forward.num_states - 1)
         sizes = sizes_of(forward.length, certain, start == 0, self.lm.mixer_steps)
-        self._cache.pieces = Pieces(sizes, self._state_layers, certain)
-
-    def _keep_states(self, checkpoints: Checkpoints, forward: Forward) -> None:
-        """Keep the states before the window, and those after it."""
-        pieces = self._cache.pieces
-        assert pieces is not None
-        self._cache.pieces = None
-        row = forward.rows[0]
-        start = forward.cached_lengths[0]
-        before = [pieces.marked[i] for i in self._state_layers]
-        checkpoints.keep(row, start + pieces.mark, before)
-        if pieces.mark < forward.length:
-            after = [layer.state() for layer in self._state_layers.values()]
-            checkpoints.keep(row, start + forward.length, after)
+        self._cache.pieces = mixers.enter(forward.rows[0], start, sizes, certain)
 
     def forward(
         self,

@@ -203,6 +203,9 @@ class LM:
         kinds = {type(layer) for layer in _cache_layers(model, f"{role} {name!r}")}
         self.only_attends = kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
         """True if each layer of the cache keeps keys and values of its own."""
+        self.copies_cache = not kinds <= {*KNOWN_LAYERS}
+        """True if rolling back takes copies of the whole cache, as only the model itself can
+        continue it (see `lenience.models.copied_cache`)."""
         self.has_states = any(issubclass(kind, LinearAttentionLayer) for kind in kinds)
         """True if some layers keep a recurrent or convolutional state."""
         self.lock = threading.RLock()
@@ -745,14 +748,17 @@ def _cache_layers(model: PreTrainedModel, what: str) -> Sequence[object]:
     config = model.config
     takes_cache = _cache_name(cast(Hashable, type(model))) is not None
     layers: Sequence[object] = ()
+    built = True
     try:
         layers = DynamicCache(config=config).layers if takes_cache else ()
-        known = all(type(layer) in KNOWN_LAYERS for layer in layers)
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
-        known = False  # transformers cannot build a cache for it
-    follows = any(isinstance(layer, LinearAttentionLayer) for layer in layers)
+        built = False  # transformers cannot build a cache for it
+    follows = any(
+        isinstance(layer, LinearAttentionLayer) or type(layer) not in KNOWN_LAYERS
+        for layer in layers
+    )
     stateful = getattr(model, "_is_stateful", False) and not follows
-    if config.is_encoder_decoder or not takes_cache or stateful or not known:
+    if config.is_encoder_decoder or not takes_cache or stateful or not built:
         raise InputError(
             f"{what}: {type(model).__name__} keeps a state that cannot be rolled back to an "
             "earlier token, which speculative decoding needs; use a decoder-only model of "

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -94,12 +94,15 @@ def _present(states: dict[int, Tensor | None]) -> dict[int, bool]:
     return {i: state is not None for i, state in states.items()}
 
 
-class Checkpoints:
+class Checkpoints(Generic[V]):
     """Checkpoints of all rows of a cache, by the number of tokens before them."""
 
-    def __init__(self, layers: Sequence[StateLayer], rows: int):
-        self.layers = layers
-        self._rows: list[dict[int, list[LayerState]]] = [{} for _ in range(rows)]
+    def __init__(self, rows: int):
+        self._rows: list[dict[int, V]] = [{} for _ in range(rows)]
+
+    def of(self, row: int) -> dict[int, V]:
+        """Return a row's checkpoints."""
+        return self._rows[row]
 
     def resumable(self, row: int, length: int) -> int:
         """Drop a row's checkpoints after its first `length` tokens. Return the number of tokens
@@ -109,13 +112,11 @@ class Checkpoints:
             del kept[after]
         return max(kept, default=0)
 
-    def enter(self, row: int, length: int) -> None:
-        """Continue from a row's checkpoint after `length` tokens; 0 for the beginning."""
-        states = self._rows[row].get(length)
-        for i, layer in enumerate(self.layers):
-            layer.continue_from(states[i] if states else None)
+    def at(self, row: int, length: int) -> V | None:
+        """Return a row's checkpoint after `length` tokens; None at the beginning."""
+        return self._rows[row].get(length)
 
-    def keep(self, row: int, length: int, states: list[LayerState]) -> None:
+    def keep(self, row: int, length: int, states: V) -> None:
         """Keep the states after a row's first `length` tokens. If there are too many checkpoints,
         one is dropped, such that their distances from the end stay about a geometric sequence:
         rolling back by n tokens then reads a multiple of n again, whatever n is."""
@@ -136,11 +137,37 @@ class Checkpoints:
         own = self._rows[source]
         self._rows[to] = {after: own[after] for after in own if after <= length}
 
+
+class MixerStates:
+    """Checkpoints of the states of a cache's layers."""
+
+    def __init__(self, layers: dict[int, StateLayer], rows: int):
+        self.layers = layers
+        """State layers by the index of their layer."""
+        self.checkpoints: Checkpoints[list[LayerState]] = Checkpoints(rows)
+
+    def enter(self, row: int, start: int, sizes: Sequence[int], certain: int) -> Pieces:
+        """Continue from a row's checkpoint after `start` tokens. Return the pieces of the pass,
+        whose first `certain` tokens lie before the window."""
+        states = self.checkpoints.at(row, start)
+        for i, layer in enumerate(self.layers.values()):
+            layer.continue_from(states[i] if states else None)
+        return Pieces(sizes, self.layers, certain)
+
+    def leave(self, row: int, start: int, pieces: Pieces) -> None:
+        """Keep the states before the window, and those after it."""
+        before = [pieces.marked[i] for i in self.layers]
+        self.checkpoints.keep(row, start + pieces.mark, before)
+        end = sum(pieces.sizes)
+        if pieces.mark < end:
+            after = [layer.state() for layer in self.layers.values()]
+            self.checkpoints.keep(row, start + end, after)
+
     def scale(self, row: int, factor: float) -> bool:
         """Multiply the recurrent states of a row's checkpoints, to see whether passes read them.
         Returns False if there are none."""
         found = False
-        for states in self._rows[row].values():
+        for states in self.checkpoints.of(row).values():
             for state in states:
                 for tensor in state.recurrent.values():
                     if tensor is not None:
@@ -150,7 +177,7 @@ class Checkpoints:
 
     def row_bytes(self) -> int:
         """Return the bytes of the checkpoints and the present states of a row."""
-        present = sum(layer.state().nbytes() for layer in self.layers)
+        present = sum(layer.state().nbytes() for layer in self.layers.values())
         return present * (CHECKPOINTS + 1)
 
 

@@ -18,6 +18,7 @@ from lenience.core.profile import Profile
 from lenience.core.transfer import to_device, to_host_async
 from lenience.core.trees import Parents, followed, paths
 from lenience.core.types import Reading
+from lenience.models.copied_cache import CopiedCache
 from lenience.models.kv_cache import LATER, Forward, PlainCache, RowCache
 from lenience.models.lm import LAST, LM, States, check_finite
 
@@ -116,7 +117,7 @@ class Session:
         self._trees: dict[int, _Tree] = {}
         if cache is None and (backend := lm.backend_for(states)):
             cache = backend.cache(lm, rows, capacity)
-        self.cache: RowCache = cache or PlainCache(lm, rows, capacity, states)
+        self.cache: RowCache = cache or own_cache(lm, rows, capacity, states)
         finalize(self, self.cache.on_session_closed).atexit = False
 
     def tokens(self) -> list[list[int]]:
@@ -464,7 +465,7 @@ def reads_together_as_alone(lm: LM, cache: RowCache, states: States = LAST) -> b
         n = reading.hidden.shape[1]
         found = reading.logits[:, : n - num_states].argmax(-1).tolist()
         rows = [row + more for row, more in zip(rows, found)]
-        sessions = [Session(lm, cache=PlainCache(lm, 1, 256, states)) for _ in rows]
+        sessions = [Session(lm, cache=own_cache(lm, 1, 256, states)) for _ in rows]
         alone = [own.read([row], n) for own, row in zip(sessions, rows)]
         if not _are_alike(
             lm, reading.hidden, torch.cat([read.hidden for read in alone])
@@ -505,18 +506,28 @@ def check_windows(lm: LM) -> None:
 @torch.inference_mode()
 def _why_no_windows(lm: LM) -> str | None:
     """Return the reason why a model cannot read three tokens in one pass; None if it can."""
-    if not lm.has_states:
-        return _why_not_read_together(lm)
     why = "" if _ignores_states(lm) else _why_not_read_together(lm)
-    if why is None:
-        return None
-    lm.reads_one_by_one = True
-    return _why_not_read_together(lm)
+    if why is not None and lm.has_states and not lm.copies_cache:
+        lm.reads_one_by_one = True
+        why = _why_not_read_together(lm)
+    if why is not None and not lm.only_attends and not lm.copies_cache:
+        lm.copies_cache = True
+        why = _why_not_read_together(lm) and why
+    if why is None and lm.copies_cache:
+        kind = type(lm.model).__name__
+        warnings.warn(
+            f"{lm.role} {lm.name!r}: only transformers can continue the cache of {kind}; it is "
+            "copied to be rolled back, and each cycle takes two calls of the model",
+            stacklevel=4,
+        )
+    return why
 
 
 def _ignores_states(lm: LM) -> bool:
     """Return True if a pass over several tokens begins with empty recurrent states, whatever was
     read before, as that of Mamba does in transformers."""
+    if not lm.has_states or lm.copies_cache:
+        return False
     (tokens,) = _random_tokens(lm, [3])
     after = []
     try:
@@ -536,12 +547,12 @@ def _ignores_states(lm: LM) -> bool:
 def _why_not_read_together(lm: LM) -> str | None:
     (tokens,) = _random_tokens(lm, [3])
     try:
-        together = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
+        together = Session(lm, cache=own_cache(lm, 1, 64))
         read = together.read([tokens], len(tokens))
         # [3, H], [3, V]
         whole = read.hidden[0]
         logits = read.logits[0]
-        apart = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
+        apart = Session(lm, cache=own_cache(lm, 1, 64))
         each = [apart.read([tokens[:n]]).hidden[0] for n in range(1, len(tokens) + 1)]
         apart.cut(0, 1)
         # [2, H], read together after the first token
@@ -580,19 +591,31 @@ def _logits_at_positions_from_0(lm: LM, tokens: list[int]) -> Tensor | None:
     return cast(Tensor, lm.model(input_ids=ids, position_ids=at).logits[0])
 
 
+def own_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCache:
+    """Return a cache that the model's own forward pass extends."""
+    if lm.copies_cache:
+        return CopiedCache(lm, rows, capacity, states)
+    return PlainCache(lm, rows, capacity, states)
+
+
 def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCache:
     """Return a cache that reads trees: the backend's if it has one, else a PlainCache."""
     backend = lm.backend_for(states, trees=True)
     return (
         backend.cache(lm, rows, capacity)
         if backend
-        else PlainCache(lm, rows, capacity, states)
+        else own_cache(lm, rows, capacity, states)
     )
 
 
 def check_trees(lm: LM, mend: str) -> None:
     """Raise InputError, which names the alternative `mend`, for a model whose own forward pass
     cannot read trees of tokens. The check runs once per model."""
+    if lm.has_states or lm.copies_cache:
+        raise InputError(
+            f"{lm.role} {lm.name!r}: cannot read a tree of tokens, as it keeps a state, which "
+            f"follows one path; take {mend}"
+        )
     why = lm.once("reads trees", lambda: _why_no_trees(lm))
     if why is None:
         return
@@ -608,8 +631,6 @@ def check_trees(lm: LM, mend: str) -> None:
 
 def _why_no_trees(lm: LM) -> str | None:
     """Return the reason why a model's own forward pass cannot read trees; None if it can."""
-    if lm.has_states:
-        return "it keeps a state, which follows one path"
     if lm.rope_switch is not None:
         return f"its rotary factors change after {lm.rope_switch} tokens (longrope)"
     try:
