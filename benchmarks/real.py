@@ -152,7 +152,8 @@ def judging(paths: Paths) -> list[Step]:
     made.append(
         Step("compare", 0.3, lenience(*compare, *asked, *LENGTH, "--limit", COMPARED))
     )
-    rule = ("--rule", f"judge:{paths.judge('autojudge')}", "--split", "test")
+    # prompts that neither the judge nor the draft learned from; the target was tuned on them
+    rule = ("--rule", f"judge:{paths.judge('mlp')}")
     certify = ("certify", paths.run, *rule, "--window", CERTIFIED_WINDOW, *LENGTH)
     for drop in DROPS:
         argv = lenience(*certify, "--max-drop", drop)

@@ -28,9 +28,9 @@ PROMPTS = [[5, 6, 7], [*range(1, 20)], [9], [40, 2, 17]]
 NEW = 24
 
 
-def write(folder: Path) -> None:
-    """Write a checkpoint of GLM-4.5's kind in its published layout, in which the MTP layer follows
-    the others. The layer passes the target's state on, so it proposes to repeat a token now and
+def write(folder: Path, mtp_layers: int = 1) -> None:
+    """Write a checkpoint of GLM-4.5's kind in its published layout, in which MTP layers follow the
+    others. The layer passes the target's state on, so it proposes to repeat a token now and
     then, which is right at times."""
     config = Glm4MoeConfig(
         **COMMON,
@@ -41,11 +41,11 @@ def write(folder: Path) -> None:
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         first_k_dense_replace=1,
-        num_mtp_layers=1,
+        num_mtp_layers=mtp_layers,
     )
     torch.manual_seed(1)
     model = Glm4MoeForCausalLM(config)
-    mtp = MtpModel(model, 1)
+    mtp = MtpModel(model, mtp_layers)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, weight in mtp.layers.named_parameters():
@@ -60,11 +60,13 @@ def write(folder: Path) -> None:
     make_tokenizer().save_pretrained(folder)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in layer.items():
-        if not name.startswith("layers.0."):
+        if not name.startswith("layers."):
             continue
-        name = name.removeprefix("layers.0.").removeprefix("mtp_block.")
-        name = name.replace("post_norm.", "shared_head.norm.")
-        tensors |= published(f"model.layers.{LAYERS}.{name}", weight.clone())
+        _, number, rest = name.split(".", 2)
+        rest = rest.removeprefix("mtp_block.")
+        rest = rest.replace("post_norm.", "shared_head.norm.")
+        whole = f"model.layers.{LAYERS + int(number)}.{rest}"
+        tensors |= published(whole, weight.clone())
     file = folder / "model.safetensors"
     save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
 
@@ -90,7 +92,7 @@ def published(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("glm4_moe")
     # transformers looks for the layer at the numbers of the published models
-    layer = rf"model\.layers\.{LAYERS}.*"
+    layer = rf"model\.layers\.[{LAYERS}-9].*"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [layer])
         write(folder)
@@ -112,7 +114,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return forward(self, input_ids, **options)
 
     monkeypatch.setattr(Glm4MoeForCausalLM, "forward", noted)
-    layer = rf"model\.layers\.{LAYERS}.*"
+    layer = rf"model\.layers\.[{LAYERS}-9].*"
     monkeypatch.setattr(
         Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [layer]
     )
@@ -138,6 +140,61 @@ def test_each_pass_reads_the_proposals_of_transformers(
     # at an answer's end they draft one token more or less
     n = min(len(read), len(theirs)) - 1
     assert n > 2 and read[1:n] == theirs[1:n]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def several(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Pair:
+    """A target with several MTP layers."""
+    folder = tmp_path_factory.mktemp("several")
+    layer = rf"model\.layers\.[{LAYERS}-9].*"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [layer])
+        write(folder, request.param)
+        loaded = lenience.load_pair(str(folder), dtype="float32", compile=False)
+        loaded.generate([5], drafter="mtp", window=1, max_new_tokens=3)
+    return loaded
+
+
+# transformers' own generation fails on prompts that are shorter than the number of layers
+@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS[1], PROMPTS[3]])
+def test_several_layers_propose_what_those_of_transformers_do(
+    several: Pair, prompt: list[int], read: list[list[int]]
+) -> None:
+    layers = len(mtp_lm(several.target).model.model.modules_of_mtp.layers)
+    ids = torch.tensor([prompt])
+    wanted = several.target.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW,
+        do_sample=False,
+        use_mtp=True,
+    )
+    theirs = [until_eos(tokens) for tokens in read]
+    del read[:]
+    out = several.generate(prompt, drafter="mtp", window=layers, max_new_tokens=NEW)
+    assert out.tokens == wanted[0, len(prompt) :].tolist()
+    n = min(len(read), len(theirs)) - layers
+    assert n > 2 and read[1:n] == theirs[1:n]
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 2}, {"window": 8, "batch_size": 3}, {"window": 1}]
+)
+def test_answers_of_several_layers_are_the_targets_own(
+    several: Pair, options: dict[str, Any]
+) -> None:
+    alone = several.generate_batch(PROMPTS, rule="target", max_new_tokens=NEW)
+    outs = several.generate_batch(PROMPTS, drafter="mtp", max_new_tokens=NEW, **options)
+    assert [out.tokens for out in outs] == [out.tokens for out in alone]
+    assert sum(out.accepted_exact for out in outs) > 0
+    with pytest.raises(InputError, match="one for each token of a chain"):
+        several.generate([5], drafter="mtp", tree="dynamic:6")
+
+
+def until_eos(tokens: list[int]) -> list[int]:
+    return tokens[: tokens.index(0) + 1] if 0 in tokens else tokens
 
 
 def test_some_proposals_are_right(pair: Pair) -> None:

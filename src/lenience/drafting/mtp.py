@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -15,24 +15,29 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
 )
 
+from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
 from lenience.core.needs import Parts
 from lenience.core.protocols import Drafter
+from lenience.core.types import Draft
 from lenience.drafting.after_target import AfterTarget
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.eagle import FeatureSession
-from lenience.drafting.model import drafter_on
+from lenience.drafting.model import drafter_on, wide_as_target
+from lenience.drafting.trees.growing import GrowingTree, as_draft
 from lenience.models.lm import LM, cache_argument
+from lenience.models.session import Session, common
 
 ALTERNATIVES = "take --drafter ngram, or train heads with lenience fit --drafter eagle"
 
 
 @dataclass(frozen=True)
 class Mtp(DrafterSpec):
-    """Draft with the first multi-token prediction layer of the target's checkpoint (DeepSeek-V3,
-    2024, section 2.2), through the modules that transformers builds for `use_mtp`. The layer reads
-    each token with the target's last state of the token before; after drafted tokens, with its own
-    state instead, as vLLM does. So one layer drafts windows and trees of any depth."""
+    """Draft with the multi-token prediction layers of the target's checkpoint (DeepSeek-V3, 2024,
+    section 2.2), through the modules that transformers builds for `use_mtp`. A layer reads each
+    token with the target's last state of the token before. A single layer reads its own state after
+    drafted tokens, as in vLLM, so it drafts windows and trees of any depth. Of several layers each
+    drafts one token, so windows are chains of at most as many tokens."""
 
     name = "mtp"
     offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
@@ -48,6 +53,14 @@ class Mtp(DrafterSpec):
         return [mtp_lm(setup.target)]
 
     def build(self, setup: DrafterSetup) -> Drafter:
+        modules = mtp_lm(setup.target).model.model.modules_of_mtp
+        if len(modules.layers) > 1:
+            if not setup.tree.is_chain:
+                raise InputError(
+                    f"drafter mtp: the target has {len(modules.layers)} MTP layers, one for each "
+                    "token of a chain; take --tree chain"
+                )
+            return LayersDrafter(modules, setup)
         session = FeatureSession(mtp_lm(setup.target), setup)
         return AfterTarget(drafter_on(session, setup), session)
 
@@ -83,6 +96,100 @@ def _modules(target: LM) -> Any:
         raise InputError(
             f"{what}: its MTP layers cannot be loaded ({first_line(error)}); {ALTERNATIVES}"
         ) from error
+
+
+class LayersDrafter(Drafter):
+    """A drafter of chains with several MTP layers. Layer k reads the tokens shifted by k, with the
+    states of the layer before, and drafts the k-th token. Rows are read one by one."""
+
+    def __init__(self, modules: Any, setup: DrafterSetup):
+        assert setup.session is not None
+        self.mtp = modules
+        self.target = setup.target
+        self.stop = setup.stop
+        self.session: Session = setup.session
+        self._rows = [self._empty() for _ in range(setup.rows)]
+
+    def _empty(self) -> _Cached:
+        from transformers.cache_utils import MtpCache
+
+        cache = MtpCache(config=self.mtp.config)
+        cache.activate_past_recording()
+        return _Cached(cache)
+
+    @torch.inference_mode()
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        grown = []
+        parts: list[Tensor] = []
+        read = [0] * len(ctx.rows)
+        for b, (row, left) in enumerate(zip(ctx.rows, room)):
+            limit = min(
+                self.stop.max_tokens(row, ctx.window), len(self.mtp.layers), left - 1
+            )
+            held = self.session.held(b, row.prefix)
+            ready = row.position > row.ahead and held >= len(row.prefix) - 1 >= 1
+            tokens: list[int] = []
+            logits = torch.zeros(0, self.target.vocab_size, device=self.target.device)
+            if ready and limit > 0:
+                tokens, logits, read[b] = self._drafted(ctx, b, limit)
+            places = list(range(len(tokens)))
+            chain = GrowingTree(tokens, [i - 1 for i in places], places)
+            grown.append(chain.cut(max(limit, 0), self.target.eos_ids))
+            parts.append(logits)
+        padded = torch.nn.utils.rnn.pad_sequence(parts, True)
+        draft = as_draft(grown, self.target.device, padded, trees=False)
+        passes = max(map(len, parts))
+        return replace(draft, passes=passes, tokens_read=read)
+
+    def _drafted(
+        self, ctx: Context, b: int, limit: int
+    ) -> tuple[list[int], Tensor, int]:
+        """Return the tokens drafted for a row, their logits [n, V], and the number of tokens that
+        each layer has read."""
+        one_row = replace(ctx, rows=[ctx.rows[b]])
+        prefix = ctx.rows[b].prefix
+        cached = self._rows[b]
+        if common(cached.tokens, prefix) < len(cached.tokens):
+            cached = self._rows[b] = self._empty()
+        # layers lack the first token, and read each token with the state of the one before
+        start = max(len(cached.tokens), 1)
+        device = self.target.device
+        states = self.session.features(b, prefix, start - 1)[: len(prefix) - start]
+        states = states[None].to(device)
+        ids = torch.tensor([prefix[start:]], device=device)
+        positions = torch.arange(start, len(prefix), device=device)[None]
+        drafted = torch.empty(1, 0, dtype=torch.long, device=device)
+        parts = []
+        for k in range(len(self.mtp.layers)):
+            states = self.mtp.forward_layer(
+                k, states, positions, cached.cache, input_ids=ids
+            )
+            logits = self.mtp._project_to_logits(states[:, -1:])
+            logits = wide_as_target(logits, self.target)
+            logits = one_row.process(logits, drafted)
+            token = one_row.draw(logits, k).to(device)
+            parts.append(logits[0])
+            drafted = torch.cat([drafted, token], 1)
+            ids = torch.cat([ids[:, 1:], token], 1)
+            positions = torch.cat([positions[:, 1:], positions[:, -1:] + 1], 1)
+        # what later layers have read of drafted tokens may be rejected
+        forgotten = min(len(self.mtp.layers), len(prefix) - 1)
+        cached.cache.crop(-forgotten)
+        cached.tokens = prefix[: len(prefix) - forgotten]
+        n = min(limit, len(parts))
+        return drafted[0, :n].tolist(), torch.cat(parts[:n]), len(prefix) - start
+
+    def move(self, source: int, to: int) -> None:
+        self._rows[to] = self._rows[source]
+        self._rows[source] = self._empty()
+
+
+@dataclass
+class _Cached:
+    """Tokens of a row that the layers have read; each layer lacks the first ones."""
+
+    cache: Any
+    tokens: list[int] = field(default_factory=list)
 
 
 class MtpDecoder(nn.Module):

@@ -54,7 +54,7 @@ class CopiedCache(PlainCache):
         self._cache = PassCache(layers=copy.deepcopy(layers))
         profile.add("cache")
         certain = forward.length - (forward.num_states - 1)
-        parts = []
+        parts: list[tuple[Tensor, Tensor]] = []
         for tokens, begins in (
             (ids[:, :certain], start),
             (ids[:, certain:], start + certain),
