@@ -57,7 +57,7 @@ def test_a_kind_is_the_same_or_refused(kind: str) -> None:
         assert found.status == STATUS[kind], found
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v4", "qwen4_exp_text"])
+@pytest.mark.parametrize("kind", ["deepseek_v4", "minimax", "qwen4_exp_text"])
 def test_a_cache_that_only_the_model_can_continue_is_copied(kind: str) -> None:
     with architectures.quiet():
         lm = LM(architectures.tiny_model(kind), architectures.tokenizer(), kind)

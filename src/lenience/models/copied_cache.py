@@ -4,7 +4,6 @@ take the place of rolling back."""
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +26,14 @@ class CopiedCache(PlainCache):
 
     def __init__(self, lm: LM, rows: int, capacity: int, states: States = LAST):
         super().__init__(lm, rows, capacity, states, reads_ragged=False)
-        self._copies: Checkpoints[list[Any]] = Checkpoints(rows)
+        self._copies: Checkpoints[PassCache] = Checkpoints(rows)
 
     @torch.inference_mode()
     def token_bytes(self) -> dict[torch.device, int]:
         read = [[0] * MEASURED]
         forward = Forward([0], read, [0], [0], kv_length=MEASURED, num_states=1)
         self.read(forward, Profile())
-        size = sum(_bytes_of(layer) for layer in self._cache.layers) // MEASURED
+        size = _bytes_of(self._cache) // MEASURED
         return {self.lm.device: size * (CHECKPOINTS + 1)}
 
     def resumable(self, row: int, length: int) -> int:
@@ -50,8 +49,7 @@ class CopiedCache(PlainCache):
         ids = forward.ids_on(self.lm.device).clamp(max=self.lm.vocab_size - 1)
         self.slots.make_room(forward.kv_length)
         held = self._copies.at(row, start)
-        layers = new_cache(self.lm.model).layers if held is None else held
-        self._cache = PassCache(layers=copy.deepcopy(layers))
+        self._cache = new_cache(self.lm.model) if held is None else copy.deepcopy(held)
         profile.add("cache")
         certain = forward.length - (forward.num_states - 1)
         parts: list[tuple[Tensor, Tensor]] = []
@@ -65,16 +63,17 @@ class CopiedCache(PlainCache):
                 # the states of the certain tokens but the last are not asked for
                 asked = n if parts else 1
                 parts.append(self.forward(tokens, asked, None))
-                kept = copy.deepcopy(self._cache.layers)
-                self._copies.keep(row, begins + n, kept)
+                self._copies.keep(row, begins + n, copy.deepcopy(self._cache))
         profile.add(self.lm.role)
         logits, hidden = zip(*parts)
         return torch.cat(logits, 1), torch.cat(hidden, 1)
 
 
-def _bytes_of(layer: Any) -> int:
-    """Return the bytes of all tensors that a layer of a cache holds."""
-    values = list(vars(layer).values())
+def _bytes_of(cache: PassCache) -> int:
+    """Return the bytes of all tensors that a cache and its layers hold."""
+    values = list(vars(cache).values())
+    for layer in cache.layers:
+        values += vars(layer).values()
     total = 0
     while values:
         value = values.pop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import struct
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -201,9 +202,13 @@ class LM:
         self.role = role
         self.embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
         kinds = {type(layer) for layer in _cache_layers(model, f"{role} {name!r}")}
-        self.only_attends = kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+        self.only_attends = (
+            kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+            and _own_cache_class(cast(Hashable, type(model))) is None
+        )
         """True if each layer of the cache keeps keys and values of its own."""
-        self.copies_cache = not kinds <= {*KNOWN_LAYERS}
+        own = _own_cache_class(cast(Hashable, type(model)))
+        self.copies_cache = own is not None or not kinds <= {*KNOWN_LAYERS}
         """True if rolling back takes copies of the whole cache, as only the model itself can
         continue it (see `lenience.models.copied_cache`)."""
         self.has_states = any(issubclass(kind, LinearAttentionLayer) for kind in kinds)
@@ -757,7 +762,8 @@ def _cache_layers(model: PreTrainedModel, what: str) -> Sequence[object]:
         isinstance(layer, LinearAttentionLayer) or type(layer) not in KNOWN_LAYERS
         for layer in layers
     )
-    stateful = getattr(model, "_is_stateful", False) and not follows
+    own = _own_cache_class(cast(Hashable, type(model)))
+    stateful = getattr(model, "_is_stateful", False) and not (follows or own)
     if config.is_encoder_decoder or not takes_cache or stateful or not built:
         raise InputError(
             f"{what}: {type(model).__name__} keeps a state that cannot be rolled back to an "
@@ -768,8 +774,28 @@ def _cache_layers(model: PreTrainedModel, what: str) -> Sequence[object]:
 
 
 def new_cache(model: PreTrainedModel) -> PassCache:
-    """Return an empty cache of transformers' own layers for a model."""
-    return PassCache(layers=list(DynamicCache(config=model.config).layers))
+    """Return an empty cache of transformers' own layers for a model, of the model's own class of
+    caches if it has one."""
+    own = _own_cache_class(cast(Hashable, type(model)))
+    if own is None:
+        return PassCache(layers=list(DynamicCache(config=model.config).layers))
+    made = type(own.__name__, (PassCache, own), {})
+    return cast(PassCache, made())
+
+
+@functools.cache
+def _own_cache_class(kind: Any) -> type[DynamicCache] | None:
+    """Return the class of caches that the module of a kind of model defines; None if there is
+    none."""
+    classes = vars(sys.modules[kind.__module__]).values()
+    found = [
+        own
+        for own in classes
+        if isinstance(own, type)
+        and issubclass(own, DynamicCache)
+        and own.__module__ == kind.__module__
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def check_finite(lm: LM, states: Tensor) -> None:
