@@ -148,36 +148,45 @@ class LayersDrafter(Drafter):
         each layer has read."""
         one_row = replace(ctx, rows=[ctx.rows[b]])
         prefix = ctx.rows[b].prefix
-        cached = self._rows[b]
-        if common(cached.tokens, prefix) < len(cached.tokens):
-            cached = self._rows[b] = self._empty()
+        cached, start = self._cached(b, prefix)
         # layers lack the first token, and read each token with the state of the one before
-        start = max(len(cached.tokens), 1)
-        device = self.target.device
         states = self.session.features(b, prefix, start - 1)[: len(prefix) - start]
+        device = self.target.device
         states = states[None].to(device)
         ids = torch.tensor([prefix[start:]], device=device)
         positions = torch.arange(start, len(prefix), device=device)[None]
-        drafted = torch.empty(1, 0, dtype=torch.long, device=device)
+        drafted = ids[:, :0]
         parts = []
         for k in range(len(self.mtp.layers)):
             states = self.mtp.forward_layer(
-                k, states, positions, cached.cache, input_ids=ids
+                k, states, positions + k, cached.cache, input_ids=ids
             )
-            logits = self.mtp._project_to_logits(states[:, -1:])
-            logits = wide_as_target(logits, self.target)
-            logits = one_row.process(logits, drafted)
+            logits = self._logits(one_row, states[:, -1:], drafted)
             token = one_row.draw(logits, k).to(device)
             parts.append(logits[0])
             drafted = torch.cat([drafted, token], 1)
             ids = torch.cat([ids[:, 1:], token], 1)
-            positions = torch.cat([positions[:, 1:], positions[:, -1:] + 1], 1)
-        # what later layers have read of drafted tokens may be rejected
+        self._forget_drafted(cached, prefix)
+        n = min(limit, len(parts))
+        return drafted[0, :n].tolist(), torch.cat(parts[:n]), len(prefix) - start
+
+    def _cached(self, b: int, prefix: list[int]) -> tuple[_Cached, int]:
+        """Return what a row's layers have read, and the index of the first token to read."""
+        cached = self._rows[b]
+        if common(cached.tokens, prefix) < len(cached.tokens):
+            cached = self._rows[b] = self._empty()
+        return cached, max(len(cached.tokens), 1)
+
+    def _logits(self, one_row: Context, states: Tensor, drafted: Tensor) -> Tensor:
+        """Return the logits [1, 1, V] of the next token, after the model's processors."""
+        logits = wide_as_target(self.mtp._project_to_logits(states), self.target)
+        return one_row.process(logits, drafted)
+
+    def _forget_drafted(self, cached: _Cached, prefix: list[int]) -> None:
+        """Cut what the layers have read to tokens that no layer read as a drafted one."""
         forgotten = min(len(self.mtp.layers), len(prefix) - 1)
         cached.cache.crop(-forgotten)
         cached.tokens = prefix[: len(prefix) - forgotten]
-        n = min(limit, len(parts))
-        return drafted[0, :n].tolist(), torch.cat(parts[:n]), len(prefix) - start
 
     def move(self, source: int, to: int) -> None:
         self._rows[to] = self._rows[source]

@@ -1,5 +1,4 @@
-"""Rows of a model whose cache can only be continued by the model itself: copies of the whole cache
-take the place of rolling back."""
+"""Rows of a model whose cache only the model itself can continue, rolled back by copies of it."""
 
 from __future__ import annotations
 
