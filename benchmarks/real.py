@@ -224,6 +224,43 @@ def carry_out(paths: Paths, wanted: Callable[[Step], bool]) -> dict[str, Any]:
     return records
 
 
+def bounds(run: Path) -> list[dict[str, float]]:
+    """Return tokens per pass along the mined answers, by window: if every mismatch ends a window
+    (strict), and if the important ones alone do (an oracle, which no judge can surpass)."""
+    lines = (run / "journal.jsonl").read_text(encoding="utf-8").splitlines()
+    answers = [json.loads(line) for line in lines]
+    rows = []
+    for window in (4, 8, 16, 32):
+        row: dict[str, float] = {"window": window}
+        for name in ("every_mismatch_ends", "important_ones_end"):
+            tokens = passes = 0
+            for answer in answers:
+                ends = {
+                    mismatch["position"]
+                    for mismatch in answer["mismatches"]
+                    if mismatch["important"] or name == "every_mismatch_ends"
+                }
+                length = len(answer["final_ids"])
+                tokens += length
+                passes += _passes(length, ends, window)
+            row[name] = tokens / passes
+        row["ratio"] = row["important_ones_end"] / row["every_mismatch_ends"]
+        rows.append(row)
+    return rows
+
+
+def _passes(length: int, ends: set[int], window: int) -> int:
+    """Return the passes over an answer whose windows end before the positions `ends`."""
+    at = passes = 0
+    while at < length:
+        kept = 0
+        while kept < window and at + kept not in ends:
+            kept += 1
+        at += kept + 1
+        passes += 1
+    return passes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gguf", type=Path, required=True)
@@ -241,7 +278,10 @@ def main() -> None:
     if args.plan:
         return
     records = carry_out(paths, lambda step: args.only in (None, step.name))
-    write_results(RESULTS, {"steps": records})
+    results: dict[str, Any] = {"steps": records}
+    if "mine" in records:
+        results["bounds"] = bounds(paths.run)
+    write_results(RESULTS, results)
 
 
 if __name__ == "__main__":
