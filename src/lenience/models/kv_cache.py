@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicIndexedLayer,
     LinearAttentionLayer,
 )
@@ -22,7 +21,15 @@ from lenience.core.errors import InputError
 from lenience.core.profile import Profile
 from lenience.core.transfer import to_device
 from lenience.core.trees import Parents, depths, lineage
-from lenience.models.lm import LAST, LM, PassCache, States, cache_argument, new_cache
+from lenience.models.lm import (
+    LAST,
+    LM,
+    SHARING_LAYER,
+    PassCache,
+    States,
+    cache_argument,
+    new_cache,
+)
 from lenience.models.recurrent import (
     MixerStates,
     Pieces,
@@ -496,8 +503,8 @@ class _BothLayer(StateLayer, _Layer):  # type: ignore[misc,override]
 
 def _equivalent(layer: object, slots: _Slots) -> Any:
     """Return the layer of a PlainCache for a layer of transformers' own cache."""
-    if isinstance(layer, DummyLayer):
-        return DummyLayer()
+    if isinstance(layer, SHARING_LAYER):
+        return SHARING_LAYER()
     if isinstance(layer, DynamicIndexedLayer):
         return _IndexedLayer(slots)
     if not isinstance(layer, LinearAttentionLayer):

@@ -27,9 +27,9 @@ from transformers import (
     GenerationMixin,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    cache_utils,
 )
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -62,6 +62,9 @@ CPU_STEPS = 16
 measured by benchmarks/states.py."""
 CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
 """Usual causes of NaN or infinite logits and states."""
+SHARING_LAYER: type = getattr(cache_utils, "DummyLayer", type(None))
+"""Layer of a cache that keeps nothing, as it uses another layer's keys and values. transformers has
+it from 5.20 on."""
 KNOWN_LAYERS = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -69,7 +72,7 @@ KNOWN_LAYERS = (
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
-    DummyLayer,
+    SHARING_LAYER,
 )
 """Layers of transformers' caches that `lenience.models.kv_cache` has an equivalent of: keys and
 values (with an index over them), states, both, or nothing (a layer that uses another layer's keys
