@@ -109,6 +109,13 @@ def write_text(path: Path, text: str) -> None:
         new.write_text(text, encoding="utf-8")
 
 
+def stamp(file: Path) -> tuple[int, int]:
+    """Return what changes when a file is written anew: its time and its size, as some file systems
+    count time in steps of milliseconds."""
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises InputError if the file is missing or broken."""
     try:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
-from lenience.core.files import digest_bytes, replacing, write_json
+from lenience.core.files import digest_bytes, replacing, stamp, write_json
 from lenience.core.protocols import Drafter, TrainedPart
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
@@ -145,11 +145,11 @@ def load_store(folder: str | Path) -> Store:
     path = Path(folder)
     if not (path / ABOUT).is_file():
         raise InputError(f"datastore {folder}: there is no {ABOUT} in it; {MEND}")
-    return _load(path, (path / ABOUT).stat().st_mtime_ns)
+    return _load(path, stamp(path / ABOUT))
 
 
 @lru_cache(maxsize=2)
-def _load(path: Path, changed: int) -> Store:
+def _load(path: Path, changed: tuple[int, int]) -> Store:
     try:
         about = json.loads((path / ABOUT).read_text())
         # plain arrays on the mapped memory: slices of a memmap cost several times more

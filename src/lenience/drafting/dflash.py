@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
+from lenience.core.files import stamp
 from lenience.core.hub import local
 from lenience.core.identity import weights_fingerprint
 from lenience.core.needs import Parts
@@ -222,12 +223,12 @@ def load_dflash(folder: str | Path) -> DflashModel:
             f"dflash {folder}: there is no config.json with {WEIGHTS} in it; name the folder of "
             "a DFlash checkpoint"
         )
-    changed = tuple(file.stat().st_mtime_ns for file in files)
+    changed = tuple(map(stamp, files))
     return _load(str(folder), path, changed)
 
 
 @lru_cache(maxsize=2)
-def _load(named: str, path: Path, changed: tuple[int, ...]) -> DflashModel:
+def _load(named: str, path: Path, changed: tuple[tuple[int, int], ...]) -> DflashModel:
     try:
         from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
     except ImportError:

@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from lenience.core.errors import InputError, first_line
-from lenience.core.files import digest_bytes, replacing, write_json
+from lenience.core.files import digest_bytes, replacing, stamp, write_json
 from lenience.core.hub import local
 from lenience.drafting.published import (
     BROKEN,
@@ -525,12 +525,12 @@ def load_eagle(folder: str | Path) -> EagleWeights:
             f"it; {MEND}"
         )
     files = [path / name for name in ("config.json", ABOUT)]
-    changed = [file.stat().st_mtime_ns for file in (found[0], *files) if file.is_file()]
+    changed = [stamp(file) for file in (found[0], *files) if file.is_file()]
     return _load(str(folder), found[0], tuple(changed))
 
 
 @lru_cache(maxsize=2)
-def _load(named: str, file: Path, changed: tuple[int, ...]) -> EagleWeights:
+def _load(named: str, file: Path, changed: tuple[tuple[int, int], ...]) -> EagleWeights:
     path = file.parent
     try:
         about = json.loads((path / "config.json").read_text())

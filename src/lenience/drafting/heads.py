@@ -17,7 +17,7 @@ from torch import Tensor
 from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
-from lenience.core.files import EMBEDDED, digest_bytes, replacing, write_json
+from lenience.core.files import EMBEDDED, digest_bytes, replacing, stamp, write_json
 from lenience.core.hub import local
 from lenience.core.needs import Parts
 from lenience.core.protocols import Drafter, TrainedPart
@@ -242,11 +242,9 @@ def load_heads(folder: str | Path, kind: str) -> DraftHeads:
     broken."""
     path = local(folder)
     if (path / f"{kind}.json").is_file():
-        return _load(
-            str(folder), path, kind, (path / f"{kind}.json").stat().st_mtime_ns
-        )
+        return _load(str(folder), path, kind, stamp(path / f"{kind}.json"))
     if kind == "medusa" and (path / HUB_FILE).is_file():
-        return _load_published(str(folder), path, (path / HUB_FILE).stat().st_mtime_ns)
+        return _load_published(str(folder), path, stamp(path / HUB_FILE))
     published = f" and no {HUB_FILE}" if kind == "medusa" else ""
     mend = MEND.format(kind=kind)
     raise InputError(
@@ -255,7 +253,7 @@ def load_heads(folder: str | Path, kind: str) -> DraftHeads:
 
 
 @lru_cache(maxsize=4)
-def _load(named: str, path: Path, kind: str, changed: int) -> DraftHeads:
+def _load(named: str, path: Path, kind: str, changed: tuple[int, int]) -> DraftHeads:
     try:
         about = json.loads((path / f"{kind}.json").read_text())
         tensors = load_file(path / f"{kind}.safetensors")
@@ -303,7 +301,7 @@ def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> Draft
 
 
 @lru_cache(maxsize=2)
-def _load_published(named: str, path: Path, changed: int) -> DraftHeads:
+def _load_published(named: str, path: Path, changed: tuple[int, int]) -> DraftHeads:
     """Return Medusa-1 heads in the published layout. The number of heads comes from the file,
     because published configurations state another number."""
     try:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lenience.core.context import Context
 from lenience.core.errors import InputError
-from lenience.core.files import digest_bytes, replacing, write_json
+from lenience.core.files import digest_bytes, replacing, stamp, write_json
 from lenience.core.hub import local
 from lenience.core.types import Draft, Reading
 from lenience.heads import lookahead
@@ -295,11 +295,11 @@ def load_head(folder: str | Path, role: Role = "judge") -> Head:
         raise InputError(
             f"{role} {folder}: there is no {role}.json in it; `{how}` makes RUN/{role}"
         )
-    return _load(path, role, (path / f"{role}.json").stat().st_mtime_ns)
+    return _load(path, role, stamp(path / f"{role}.json"))
 
 
 @lru_cache(maxsize=8)
-def _load(path: Path, role: Role, changed: int) -> Head:
+def _load(path: Path, role: Role, changed: tuple[int, int]) -> Head:
     try:
         about = json.loads((path / f"{role}.json").read_text())
         tensors = load_file(path / f"{role}.safetensors")

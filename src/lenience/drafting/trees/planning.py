@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lenience.core.errors import InputError, first_line
-from lenience.core.files import EMBEDDED, write_json
+from lenience.core.files import EMBEDDED, stamp, write_json
 from lenience.core.types import Draws
 
 BUILT_IN = EMBEDDED / "tree.json"
@@ -42,11 +42,11 @@ def load_acceptance(path: str | Path) -> Acceptance:
     file = Path(path)
     if not file.is_file():
         raise InputError(f"planned: there is no {file}; {MEND}")
-    return _load(file, file.stat().st_mtime_ns)
+    return _load(file, stamp(file))
 
 
 @lru_cache(maxsize=4)
-def _load(file: Path, changed: int) -> Acceptance:
+def _load(file: Path, changed: tuple[int, int]) -> Acceptance:
     try:
         said = json.loads(file.read_text())
         shares = tuple(tuple(map(float, row)) for row in said["shares"])
