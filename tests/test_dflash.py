@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
     MuseGlimmerAssistantModel,
 )
 
+import lenience
 from lenience import InputError
 from lenience.decoding.pair import Pair
 
@@ -146,6 +148,20 @@ def test_the_layout_of_the_methods_authors_is_read(
     assert outs[0].tokens == outs[1].tokens
     assert outs[0].accepted_exact == outs[1].accepted_exact
     assert outs[0].target_passes == outs[1].target_passes
+
+
+def test_pairs_of_two_precisions_share_a_checkpoint(
+    llama: Pair, drafter: str, checkpoints: Callable[[str], tuple[str, str]]
+) -> None:
+    options = {"drafter": drafter, "window": 4, "max_new_tokens": NEW}
+    wanted = llama.generate(PROMPTS[1], **options)
+    steps = llama.stream(PROMPTS[1], **options)
+    first = next(steps)
+    target, _ = checkpoints("llama")
+    half = lenience.load_pair(target, dtype="bfloat16", compile=False)
+    half.generate(PROMPTS[1], **options)
+    tokens = [*first.tokens, *(token for step in steps for token in step.tokens)]
+    assert tokens == wanted.tokens
 
 
 def test_broken_and_foreign_checkpoints_are_refused(

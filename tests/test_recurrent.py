@@ -3,6 +3,8 @@ decode as transformers does."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from lenience.decoding import scheduler
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.models import memory, recurrent
+from lenience.models.lm import LM
 from lenience.models.recurrent import CHECKPOINTS, Checkpoints, LayerState
 from lenience.models.session import Session
 
@@ -157,6 +160,40 @@ def test_a_pass_that_failed_leaves_no_wrong_state(
             session.read([[5, 6, 9, 9]], 2)
     got = session.read([[5, 6, 9, 9, 9]], 2).logits
     torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_that_was_not_loaded_here_is_read_rightly(name: str, pairs) -> None:
+    """Such as a copy that is trained; loading alone checks how windows are read. The modules that
+    update states have a forward pass of their own, as accelerate's hooks give them."""
+    loaded = pairs(name).target
+    model = copy.deepcopy(loaded.model)
+    for module in model.modules():
+        if isinstance(module, recurrent._InPieces):
+            module.__class__ = type(module).__mro__[2]
+            module.forward = functools.partial(type(module).forward, module)
+    lm = LM(model, loaded.tokenizer, "copy")
+    session = Session(lm)
+    session.read([[5, 6, 7]])
+    ids = [5, 6, 7, 8, 9, 10, 11]
+    got = session.read([ids], 3).logits[0]
+    with torch.inference_mode():
+        own = loaded.model(torch.tensor([ids])).logits[0, -3:]
+    torch.testing.assert_close(got, own, atol=2e-4, rtol=1e-3)
+    assert not lm.copies_cache
+
+
+def test_the_states_around_a_window_are_never_dropped() -> None:
+    checkpoints = Checkpoints[int](1)
+    committed = 1
+    for cycle in range(200):
+        checkpoints.keep(0, committed, 0)
+        window = 1 + cycle % 3
+        checkpoints.keep(0, committed + window, 0)
+        accepted = cycle % (window + 1)
+        start = checkpoints.resumable(0, committed + accepted)
+        assert start >= committed
+        committed += accepted + 1
 
 
 def test_trees_and_own_layers_are_refused_by_name(pairs) -> None:

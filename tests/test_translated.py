@@ -22,9 +22,10 @@ from lenience.drafting.translated import TranslatedDrafter
 from lenience.heads.head import Inputs
 from lenience.mining.search import MineConfig, mine
 from lenience.models.lm import LM
-from lenience.models.translation import Translation
+from lenience.models.translation import Translation, shares_vocabulary
 from lenience.tasks.base import Sample
 from lenience.training.fit import HeadPlan, fit_run
+from lenience.training.fit_drafter import DrafterPlan, fit_drafter
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 TEXTS = [README[at : at + 60] for at in range(200, 1400, 90)]
@@ -158,12 +159,15 @@ def test_shared_tokens_stand_for_the_same_text(
             assert space[a[0]] + a[1:] == space[b[0]] + b[1:]
 
 
-def test_sampling_keeps_the_targets_distribution(translated: dict[str, Pair]) -> None:
+@pytest.mark.parametrize("lossless", ["speculative", "block"])
+def test_sampling_keeps_the_targets_distribution(
+    translated: dict[str, Pair], lossless: str
+) -> None:
     """The first two tokens over many seeds, against the target alone."""
     pair = translated["byte-level"]
     ids = pair.target.encode(TEXTS[0])
     counts = []
-    for rule, first in (("speculative", 0), ("target", 10_000)):
+    for rule, first in ((lossless, 0), ("target", 10_000)):
         options = {"rule": rule, "window": 2, "temperature": 0.4, "max_new_tokens": 2}
         outs = [
             pair.generate(ids, seed=seed, **options)
@@ -232,6 +236,8 @@ def test_judges_of_the_targets_states_are_mined_and_fitted(
     fit_run(pair, tmp_path, plan)
     rule = f"judge:{tmp_path / 'judge'}@0.5"
     assert pair.generate(TEXTS[0], rule=rule, window=4, max_new_tokens=12).tokens
+    with pytest.raises(InputError, match="take --layers"):
+        fit_drafter(pair, tmp_path, DrafterPlan("model", tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
@@ -242,6 +248,8 @@ def test_judges_of_the_targets_states_are_mined_and_fitted(
         ({"rule": "fuzzy:js@0.3"}, "rule fuzzy:js@0.3"),
         ({"stop": "confidence:0.5"}, "stop confidence:0.5"),
         ({"drafter": "ngram:1+model"}, "drafter ngram:1"),
+        ({"drafter": "ngram>model"}, "drafter ngram>model"),
+        ({"temperature": 1.0, "draft_temperature": 0.5}, "draft_temperature"),
     ],
 )
 def test_what_needs_the_draft_itself_is_refused_by_name(
@@ -249,6 +257,37 @@ def test_what_needs_the_draft_itself_is_refused_by_name(
 ) -> None:
     with pytest.raises(InputError, match=f"{what}.*another tokenizer"):
         translated["byte-level"].generate(TEXTS[0], **options)
+
+
+def test_what_the_draft_reads_is_counted(
+    translated: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = translated["byte-level"]
+    assert pair.draft is not None
+    pair.generate(TEXTS[0], max_new_tokens=2)  # measures memory
+    read: list[int] = []
+    forward = pair.draft.model.forward
+
+    def counted(input_ids: torch.Tensor, **options: object) -> object:
+        read.append(input_ids.shape[1])
+        return forward(input_ids, **options)
+
+    monkeypatch.setattr(pair.draft.model, "forward", counted)
+    out = pair.generate(TEXTS[0], window=4, max_new_tokens=12)
+    assert (out.draft_tokens, out.draft_passes) == (sum(read), len(read))
+
+
+def test_another_draft_in_the_same_place_is_another_draft(
+    translated: dict[str, Pair],
+) -> None:
+    """Python may give a new object the id of a deleted one."""
+    target = translated["byte-level"].target
+    own, other = byte_level(), sentence_piece()
+    for i in range(60):
+        tokenizer = (own, other)[i % 2]
+        draft = LM(target.model, tokenizer, "draft", "draft")
+        assert shares_vocabulary(target, draft) == (i % 2 == 0)
+        del draft
 
 
 def test_the_drafter_is_used(translated: dict[str, Pair]) -> None:

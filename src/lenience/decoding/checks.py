@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from lenience.core.errors import InputError
 from lenience.core.needs import Parts, check_offered
 from lenience.decoding.decoder import Decoder
+from lenience.drafting.model import DraftModel
 from lenience.drafting.trees.shapes import LARGEST
 from lenience.heads.head import shown_layers
 from lenience.models.lm import LM
@@ -62,8 +63,10 @@ def _check_translated(decoder: Decoder) -> None:
     drafter = decoder.proposer
     if drafter is None or not drafter.needs_draft:
         return
-    if not drafter.proposes_as_draft or decoder.draft_temperature is not None:
+    if not isinstance(drafter, DraftModel):
         raise InputError(f"drafter {drafter}: {what}; take --drafter model or ngram")
+    if decoder.draft_temperature is not None:
+        raise InputError(f"draft_temperature: {what}; leave it out")
     if decoder.branches:
         raise InputError(f"tree {decoder.tree}: {what}; take --tree chain")
     lacking = Parts.STATES | Parts.CHANCES

@@ -84,7 +84,8 @@ def _load(source: str | PreTrainedModel, role: str, loading: Loading) -> LM:
         raise InputError(
             f"{role} {source!r:.60}: is neither a name or folder nor a loaded transformers model"
         )
-    for name in ("dtype", "quantization", f"{role}_kwargs"):
+    of_target = ("quantization",) if role == "target" else ()
+    for name in ("dtype", *of_target, f"{role}_kwargs"):
         if getattr(loading, name):
             raise InputError(f"{name}: the {role} is loaded already; leave it out")
     if loading.device != "auto":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -133,7 +134,11 @@ class DflashDrafter(ParallelDrafter):
         self.session: Session = setup.session
         self.head = head
         like = setup.target.embedding.weight
-        self.model = head.model.to(like.device, like.dtype)
+        # the checkpoint is shared by all pairs
+        self.model = setup.target.once(
+            ("dflash", head.fingerprint),
+            lambda: copy.deepcopy(head.model).to(like.device, like.dtype),
+        )
         self._rows = [self._empty() for _ in range(setup.rows)]
         self._tokens_read: list[int] = []
 

@@ -18,6 +18,7 @@ from lenience.drafting.model import most_drafted, wide_as_target
 from lenience.drafting.trees.growing import GrowingTree, as_draft
 from lenience.models.lm import LM
 from lenience.models.session import Session, common
+from lenience.models.translation import shares_vocabulary
 
 ROUNDS = 4
 """Maximum number of draft passes per window."""
@@ -57,16 +58,22 @@ class Recalled(DrafterSpec):
     offers = Parts.NOTHING
 
     def models(self, setup: DrafterSetup) -> list[LM]:
-        return [setup.draft] if setup.draft else []
+        return [setup.draft] if _corrects(setup) and setup.draft else []
 
     def build(self, setup: DrafterSetup) -> Drafter:
-        if setup.draft is None:
+        if setup.draft is None or not _corrects(setup):
             return _RecallOnly(setup.target)
         capacity = min(setup.capacity, setup.draft.context_length or setup.capacity)
         return _RecalledDrafter(
             Session(setup.draft, setup.rows, capacity, profile=setup.profile),
             setup.target,
         )
+
+
+def _corrects(setup: DrafterSetup) -> bool:
+    """Return True if the draft model, if there is one, reads the target's tokens."""
+    draft = setup.draft
+    return draft is not None and shares_vocabulary(setup.target, draft)
 
 
 class _RecallOnly(Drafter):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lenience.core.context import Context
 from lenience.core.protocols import Drafter
-from lenience.core.types import Draft
+from lenience.core.types import Draft, Reading
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.trees.growing import GrowingTree, as_draft
 from lenience.models.lm import LM
@@ -29,74 +29,81 @@ class TranslatedDrafter(Drafter):
     def __init__(self, draft: LM, setup: DrafterSetup):
         self.target = setup.target
         self.stop = setup.stop
-        self.translation = self.target.once(
-            ("translation", draft.tokenizer_fingerprint),
-            lambda: Translation(self.target, draft),
+        known = (draft.tokenizer_fingerprint, draft.vocab_size, draft.eos_ids)
+        self.translation: Translation = self.target.once(
+            ("translation", *known), lambda: Translation(self.target, draft)
         )
         # a text may take more tokens in the draft's vocabulary
         capacity = min(2 * setup.capacity, draft.context_length or 2 * setup.capacity)
         self.session = Session(draft, setup.rows, capacity, profile=setup.profile)
+        self._tokens_read: list[int] = []
+        """[B]: number of the draft's tokens read in this cycle."""
+        self._passes: list[int] = []
 
     @torch.inference_mode()
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         own = ctx.drafting()
         grown = []
         parts: list[Tensor] = []
-        read = []
-        passes = 0
+        self._tokens_read = [0] * len(own.rows)
+        self._passes = [0] * len(own.rows)
         for b, (row, left) in enumerate(zip(own.rows, room)):
-            limit = max(0, min(self.stop.max_tokens(row, own.window), left - 1))
+            limit = min(self.stop.max_tokens(row, own.window), left - 1)
             before = self.translation.to_draft(row.prefix)
-            limit = min(limit, self.session.room(before)) if before else 0
+            limit = max(0, min(limit, self.session.room(before))) if before else 0
             if own.greedy:
-                tokens, steps = self._by_text(b, row.prefix, before, limit)
+                tokens = self._by_text(b, row.prefix, before, limit)
             else:
                 tokens, logits = self._by_shared(own, b, before, limit)
-                steps = len(tokens)
                 parts.append(logits)
             places = list(range(len(tokens)))
             chain = GrowingTree(tokens, [i - 1 for i in places], places)
             grown.append(chain.cut(limit, self.target.eos_ids))
-            read.append(len(before) + steps if limit else 0)
-            passes = max(passes, steps)
         padded = torch.nn.utils.rnn.pad_sequence(parts, True) if parts else None
         draft = as_draft(grown, self.target.device, padded, trees=False)
-        return replace(draft, passes=passes, tokens_read=read)
+        return replace(draft, passes=max(self._passes), tokens_read=self._tokens_read)
+
+    def _read(self, b: int, tokens: list[int]) -> Reading:
+        """Read the draft's tokens in a row, and count what was read."""
+        reading = self.session.read([tokens], rows=[b])
+        self._tokens_read[b] += reading.tokens_read[0]
+        self._passes[b] += 1
+        return reading
 
     def _by_text(
         self, b: int, prefix: list[int], before: list[int], limit: int
-    ) -> tuple[list[int], int]:
-        """Return the target's tokens of a greedy continuation of the draft's tokens `before`, and
-        the number of the draft's tokens."""
+    ) -> list[int]:
+        """Return the target's tokens of a greedy continuation of the draft's tokens `before`."""
         drafted: list[int] = []
         ended = False
         while len(drafted) < limit and not ended:
-            reading = self.session.read([before + drafted], rows=[b])
-            token = int(reading.greedy_tokens[0, -1])
+            token = int(self._read(b, before + drafted).greedy_tokens[0, -1])
             ended = token in self.session.lm.eos_ids
             drafted += [] if ended else [token]
         tokens = self.translation.to_target(prefix, before, drafted) if drafted else []
         whole = bool(tokens) or not drafted
         if ended and whole:
             tokens = tokens + sorted(self.target.eos_ids)[:1]
-        return tokens, len(drafted)
+        return tokens
 
     def _by_shared(
         self, ctx: Context, b: int, before: list[int], limit: int
     ) -> tuple[list[int], Tensor]:
         """Return tokens drawn from those that both vocabularies share, and the logits [n, V] that
         they were drawn from."""
-        one_row = Context(
-            [ctx.rows[b]], ctx.temperature, top_k=ctx.top_k, top_p=ctx.top_p
-        )
+        one_row = replace(ctx, rows=[ctx.rows[b]])
         tokens: list[int] = []
         parts = [torch.zeros(0, self.target.vocab_size, device=self.target.device)]
+        drafted = torch.empty(1, 0, dtype=torch.long, device=self.target.device)
         own = list(before)
         while len(tokens) < limit:
-            reading = self.session.read([own], rows=[b])
+            reading = self._read(b, own)
             logits = self.translation.to_target_logits(reading.logits)
-            token = int(one_row.draw(logits, len(tokens))[0, 0])
-            parts.append(logits[0].to(self.target.device))
+            logits = one_row.process(logits.to(self.target.device), drafted)
+            drawn = one_row.draw(logits, len(tokens))
+            drafted = torch.cat([drafted, drawn.to(drafted.device)], 1)
+            token = int(drawn[0, 0])
+            parts.append(logits[0])
             tokens.append(token)
             if token in self.target.eos_ids:
                 break

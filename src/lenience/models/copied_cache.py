@@ -33,7 +33,12 @@ class CopiedCache(PlainCache):
         forward = Forward([0], read, [0], [0], kv_length=MEASURED, num_states=1)
         self.read(forward, Profile())
         size = _bytes_of(self._cache) // MEASURED
-        return {self.lm.device: size * (CHECKPOINTS + 1)}
+        # the checkpoints, the present cache, and the copy of it that is made next
+        taken = {self.lm.device: size * (CHECKPOINTS + 2)}
+        for states in self.kept():
+            features = states[0, :, 0].nbytes
+            taken[states.device] = taken.get(states.device, 0) + features
+        return taken
 
     def resumable(self, row: int, length: int) -> int:
         return self._copies.resumable(row, length)

@@ -117,9 +117,10 @@ class Checkpoints(Generic[V]):
         return self._rows[row].get(length)
 
     def keep(self, row: int, length: int, states: V) -> None:
-        """Keep the states after a row's first `length` tokens. If there are too many checkpoints,
-        one is dropped, such that their distances from the end stay about a geometric sequence:
-        rolling back by n tokens then reads a multiple of n again, whatever n is."""
+        """Keep the states after a row's first `length` tokens. The last two, before and after a
+        window, always stay. If there are too many checkpoints, another one is dropped, such that
+        their distances from the end stay about a geometric sequence: rolling back by n tokens then
+        reads a multiple of n again, whatever n is."""
         kept = self._rows[row]
         kept[length] = states
         while len(kept) > CHECKPOINTS:
@@ -127,7 +128,7 @@ class Checkpoints(Generic[V]):
             ratios = {
                 lengths[i]: (length + 1 - lengths[i - 1])
                 / (length + 1 - lengths[i + 1])
-                for i in range(1, len(lengths) - 1)
+                for i in range(1, len(lengths) - 2)
             }
             del kept[min(ratios, key=lambda after: ratios[after])]
 
@@ -277,8 +278,15 @@ def read_in_pieces(
     own = type(module)
     if issubclass(own, _InPieces):
         return
-    given = {"mixer": mixer, "pieces_in": staticmethod(pieces_in)}
+    given = {
+        "mixer": mixer,
+        "pieces_in": staticmethod(pieces_in),
+        "__module__": own.__module__,
+    }
     module.__class__ = type(own.__name__, (_InPieces, own), given)
+    bound = vars(module).pop("forward", None)
+    if bound is not None:  # placed there by accelerate's hooks
+        module.read_at_once = bound
 
 
 class _InPieces(torch.nn.Module):
@@ -287,16 +295,20 @@ class _InPieces(torch.nn.Module):
     mixer: Mixer
     pieces_in: Callable[[Any, Any], Pieces | None]
 
+    def read_at_once(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the mixer's own forward pass."""
+        return super().forward(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         pieces = self.pieces_in(args, kwargs)
         if pieces is None:
-            return super().forward(*args, **kwargs)
+            return self.read_at_once(*args, **kwargs)
         tokens = sum(pieces.sizes)
         outputs = []
         for end, size in zip(accumulate(pieces.sizes), pieces.sizes):
             part = functools.partial(_part, start=end - size, end=end, of=tokens)
             named = {name: part(value) for name, value in kwargs.items()}
-            outputs.append(super().forward(*map(part, args), **named))
+            outputs.append(self.read_at_once(*map(part, args), **named))
             pieces.passed(self.mixer, end)
         return _joined(outputs)
 

@@ -505,14 +505,18 @@ def check_windows(lm: LM) -> None:
 
 @torch.inference_mode()
 def _why_no_windows(lm: LM) -> str | None:
-    """Return the reason why a model cannot read three tokens in one pass; None if it can."""
-    why = "" if _ignores_states(lm) else _why_not_read_together(lm)
-    if why is not None and lm.has_states and not lm.copies_cache:
+    """Return the reason why a model cannot read three tokens in one pass; None if it can. Sets how
+    the model's states are read: in pieces, one by one, or by copies of the whole cache."""
+    ignores = _ignores_states(lm)
+    why = None if ignores else _why_not_read_together(lm)
+    follows = lm.has_states and not lm.copies_cache
+    if follows and (ignores or why is not None):
         lm.reads_one_by_one = True
         why = _why_not_read_together(lm)
     if why is not None and not lm.only_attends and not lm.copies_cache:
         lm.copies_cache = True
-        why = _why_not_read_together(lm) and why
+        still = _why_not_read_together(lm)
+        why = why if still else None
     if why is None and lm.copies_cache:
         kind = type(lm.model).__name__
         warnings.warn(
@@ -547,12 +551,12 @@ def _ignores_states(lm: LM) -> bool:
 def _why_not_read_together(lm: LM) -> str | None:
     (tokens,) = _random_tokens(lm, [3])
     try:
-        together = Session(lm, cache=own_cache(lm, 1, 64))
+        together = Session(lm, cache=_cache_as_known(lm, 1, 64))
         read = together.read([tokens], len(tokens))
         # [3, H], [3, V]
         whole = read.hidden[0]
         logits = read.logits[0]
-        apart = Session(lm, cache=own_cache(lm, 1, 64))
+        apart = Session(lm, cache=_cache_as_known(lm, 1, 64))
         each = [apart.read([tokens[:n]]).hidden[0] for n in range(1, len(tokens) + 1)]
         apart.cut(0, 1)
         # [2, H], read together after the first token
@@ -593,6 +597,15 @@ def _logits_at_positions_from_0(lm: LM, tokens: list[int]) -> Tensor | None:
 
 def own_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCache:
     """Return a cache that the model's own forward pass extends."""
+    if not lm.only_attends:  # finds out how its cache is rolled back
+        lm.once("reads windows", lambda: _why_no_windows(lm))
+    return _cache_as_known(lm, rows, capacity, states)
+
+
+def _cache_as_known(
+    lm: LM, rows: int, capacity: int, states: States = LAST
+) -> RowCache:
+    """Return an `own_cache` by what is known of the model so far."""
     if lm.copies_cache:
         return CopiedCache(lm, rows, capacity, states)
     return PlainCache(lm, rows, capacity, states)

@@ -21,7 +21,7 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 def shares_vocabulary(target: LM, draft: LM) -> bool:
     """Return True if two models use the same tokens with the same ids."""
     return target.once(
-        ("shares vocabulary", id(draft)),
+        ("shares vocabulary", draft.tokenizer_fingerprint),
         lambda: target.tokenizer.get_vocab() == draft.tokenizer.get_vocab(),
     )
 
@@ -30,15 +30,22 @@ class Translation:
     """Translation of tokens through their text, and of the tokens that both vocabularies share."""
 
     def __init__(self, target: LM, draft: LM):
-        self.target = target
-        self.draft = draft
+        self.target = target.tokenizer
+        self.draft = draft.tokenizer
+        self.known = draft.vocab_size
+        """Number of ids that the draft has embeddings of."""
+        self.first = [] if draft.tokenizer.bos_token_id is None else _begins(draft)
+        """The draft's BOS, if its tokenizer begins texts with it."""
         self.shared = _shared(target, draft)
         """[V of the target]: the draft's id of each token that both share, else -1."""
 
     def to_draft(self, ids: Sequence[int]) -> list[int]:
-        """Return the draft's tokens of a text given in the target's."""
-        tokens = _encoded(self.draft.tokenizer, _text(self.target.tokenizer, ids))
-        return [min(token, self.draft.vocab_size - 1) for token in tokens]
+        """Return the draft's tokens of a text given in the target's. Special tokens of the target
+        are spelled out, but for a BOS at the beginning, which becomes the draft's."""
+        bos = self.target.bos_token_id
+        own = ids[1:] if bos is not None and ids[:1] == [bos] else ids
+        tokens = self.first + _encoded(self.draft, _text(self.target, own))
+        return [min(token, self.known - 1) for token in tokens]
 
     def to_target(
         self, prefix: list[int], before: list[int], drafted: list[int]
@@ -46,17 +53,17 @@ class Translation:
         """Return the target's tokens of the draft's tokens `drafted` after `before`. `prefix` holds
         the target's tokens of the text before. The list ends before an incomplete character, and is
         empty if the target has no tokens for the text after `prefix`."""
-        start = _text(self.draft.tokenizer, before)
-        whole = _text(self.draft.tokenizer, before + drafted)
+        start = _text(self.draft, before)
+        whole = _text(self.draft, before + drafted)
         if not whole.startswith(start):
             return []
         more = whole[len(start) :].split(INCOMPLETE)[0]
-        said = _text(self.target.tokenizer, prefix)
-        ids = _encoded(self.target.tokenizer, said + more)
+        said = _text(self.target, prefix)
+        ids = _encoded(self.target, said + more)
         # a text may be tokenised otherwise than it was written, as after a special token
         alone = ids[: len(prefix)] != prefix
-        new = _encoded(self.target.tokenizer, more) if alone else ids[len(prefix) :]
-        means_it = _text(self.target.tokenizer, prefix + new) == said + more
+        new = _encoded(self.target, more) if alone else ids[len(prefix) :]
+        means_it = _text(self.target, prefix + new) == said + more
         return new if means_it else []
 
     def to_target_logits(self, logits: Tensor) -> Tensor:
@@ -65,6 +72,12 @@ class Translation:
         shared = self.shared.to(logits.device)
         found = logits[..., shared.clamp(min=0)]
         return found.masked_fill(shared < 0, -torch.inf)
+
+
+def _begins(draft: LM) -> list[int]:
+    """Return the tokens with which a draft's tokenizer begins each text."""
+    empty = list(draft.tokenizer("")["input_ids"])
+    return empty[:1] if empty[:1] == [draft.tokenizer.bos_token_id] else []
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

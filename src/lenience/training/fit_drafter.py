@@ -16,6 +16,7 @@ from torch import Tensor
 from lenience.core.errors import InputError
 from lenience.core.files import digest
 from lenience.core.progress import Progress, silent
+from lenience.decoding.checks import share_vocabulary
 from lenience.decoding.pair import Pair
 from lenience.drafting.eagle_model import EagleWeights
 from lenience.drafting.heads import DraftHeads
@@ -211,6 +212,11 @@ def _fit(
 def _check(pair: Pair, answers: Sequence[Answer], plan: DrafterPlan) -> None:
     if plan.kind != "model":
         pair.target.check_states()
+    elif not plan.layers and not share_vocabulary(pair.models):
+        raise InputError(
+            "--drafter model: the draft has another tokenizer than the target, and learns the "
+            "target's tokens; take --layers, which cuts a draft out of the target"
+        )
     if len(answers) < LEAST:
         raise InputError(
             f"--drafter {plan.kind}: {len(answers)} answers are too few, {LEAST} are "
