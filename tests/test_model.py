@@ -195,7 +195,7 @@ def test_vocabularies_that_differ_are_told_with_the_difference(
 
 
 def test_architectures_that_cannot_roll_back_are_refused_by_name(tmp_path) -> None:
-    rwkv = RwkvConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1)
+    rwkv = RwkvConfig(vocab_size=48, hidden_size=16, num_hidden_layers=2)
     save_model(tmp_path / "rwkv", rwkv, seed=1)
     with pytest.raises(InputError, match="RwkvForCausalLM"):
         load_pair(str(tmp_path / "rwkv"), str(tmp_path / "rwkv"))

@@ -7,6 +7,7 @@ happen when these are first used.
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ _LATER = {
     "Step": "lenience.core.types",
 }
 """Names that are imported on first access."""
+for _library in ("torchao", "torch.utils._pytree"):
+    # while torchao is imported, they log about kernels for other machines
+    logging.getLogger(_library).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import warnings
@@ -89,9 +88,6 @@ Look things up:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Exit status: 0 done, 1 the run failed, 2 the arguments or the input are
     wrong."""
-    for noisy in ("torchao", "torch.utils._pytree"):
-        # they log what GPUs of other kinds would need
-        logging.getLogger(noisy).setLevel(logging.ERROR)
     warnings.formatwarning = lambda message, *_, **__: f"lenience: {message}\n"
     given = sys.argv[1:] if argv is None else argv
     if not given:
