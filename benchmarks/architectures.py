@@ -178,6 +178,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "encoder_config": {"hidden_size_global": 32},
         "decoder_config": {"hidden_size_global": 32},
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {
