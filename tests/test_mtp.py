@@ -189,6 +189,12 @@ def test_answers_of_several_layers_are_the_targets_own(
     outs = several.generate_batch(PROMPTS, drafter="mtp", max_new_tokens=NEW, **options)
     assert [out.tokens for out in outs] == [out.tokens for out in alone]
     assert sum(out.accepted_exact for out in outs) > 0
+    # a stop condition that is never sure ends each window at its first token
+    doubted = several.generate_batch(
+        PROMPTS, drafter="mtp", max_new_tokens=NEW, stop="confidence:1", **options
+    )
+    assert [out.tokens for out in doubted] == [out.tokens for out in alone]
+    assert all(out.drafted <= out.target_passes for out in doubted)
     with pytest.raises(InputError, match="one for each token of a chain"):
         several.generate([5], drafter="mtp", tree="dynamic:6")
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 import lenience
 from lenience import InputError
+from lenience.core.context import Context
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.drafting.translated import TranslatedDrafter
@@ -182,6 +183,23 @@ def test_sampling_keeps_the_targets_distribution(
         for pair in often
     )
     assert chi < len(often) + 4 * math.sqrt(2 * len(often))
+
+
+def test_a_rule_that_looks_ahead_gets_fresh_draws_for_each_window(
+    translated: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draw that has decided on an earlier window must not draw a token of the next."""
+    fresh: list[bool] = []
+    noise_keys = Context.noise_keys
+
+    def noted(ctx: Context, *args: object, **named: object) -> torch.Tensor:
+        fresh.append(ctx.fresh_noise_per_window)
+        return noise_keys(ctx, *args, **named)
+
+    monkeypatch.setattr(Context, "noise_keys", noted)
+    options = {"temperature": 1.0, "seed": 1, "window": 3, "max_new_tokens": 9}
+    translated["byte-level"].generate(TEXTS[0], rule="block", **options)
+    assert fresh and all(fresh)
 
 
 def test_where_all_tokens_are_shared_it_drafts_as_the_model_does(

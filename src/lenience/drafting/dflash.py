@@ -234,12 +234,8 @@ def load_dflash(folder: str | Path) -> DflashModel:
 
 @lru_cache(maxsize=2)
 def _load(named: str, path: Path, changed: tuple[tuple[int, int], ...]) -> DflashModel:
-    try:
-        from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
-    except ImportError:
-        raise InputError(
-            "drafter dflash: this version of transformers has no DFlash; install 5.23 or newer"
-        ) from None
+    from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
     try:
         about = json.loads((path / "config.json").read_text())
         if about.get("speculators_model_type"):

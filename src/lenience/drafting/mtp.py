@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import MtpModel
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -24,7 +25,7 @@ from lenience.drafting.after_target import AfterTarget
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.eagle import FeatureSession
 from lenience.drafting.model import drafter_on, wide_as_target
-from lenience.drafting.trees.growing import GrowingTree, as_draft
+from lenience.drafting.parallel import ParallelDrafter
 from lenience.models.lm import LM, cache_argument
 from lenience.models.session import Session, common
 
@@ -80,12 +81,6 @@ def mtp_lm(target: LM) -> LM:
 def _modules(target: LM) -> Any:
     """Return the MTP modules of transformers, with the weights of the target's checkpoint."""
     what = f"drafter mtp: {target.role} {target.name!r} ({type(target.model).__name__})"
-    try:
-        from transformers.modeling_layers import MtpModel
-    except ImportError:
-        raise InputError(
-            "drafter mtp: this version of transformers has no MTP layers; install 5.23 or newer"
-        ) from None
     if not getattr(target.model.config.get_text_config(), "num_mtp_layers", None):
         raise InputError(
             f"{what} has no MTP layers that transformers builds; {ALTERNATIVES}"
@@ -98,17 +93,18 @@ def _modules(target: LM) -> Any:
         ) from error
 
 
-class LayersDrafter(Drafter):
+class LayersDrafter(ParallelDrafter):
     """A drafter of chains with several MTP layers. Layer k reads the tokens shifted by k, with the
-    states of the layer before, and drafts the k-th token. Rows are read one by one."""
+    states of the layer before, and drafts the k-th token. Rows are read one by one. A token that a
+    layer reads is drawn as the window's token is, so that both are the same."""
 
     def __init__(self, modules: Any, setup: DrafterSetup):
+        super().__init__(setup, longest=len(modules.layers))
         assert setup.session is not None
         self.mtp = modules
-        self.target = setup.target
-        self.stop = setup.stop
         self.session: Session = setup.session
         self._rows = [self._empty() for _ in range(setup.rows)]
+        self._tokens_read: list[int] = []
 
     def _empty(self) -> _Cached:
         from transformers.cache_utils import MtpCache
@@ -117,35 +113,31 @@ class LayersDrafter(Drafter):
         cache.activate_past_recording()
         return _Cached(cache)
 
-    @torch.inference_mode()
-    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
-        grown = []
-        parts: list[Tensor] = []
-        read = [0] * len(ctx.rows)
-        for b, (row, left) in enumerate(zip(ctx.rows, room)):
-            limit = min(
-                self.stop.max_tokens(row, ctx.window), len(self.mtp.layers), left - 1
-            )
+    def ready(self, ctx: Context) -> list[bool]:
+        ready = []
+        for b, row in enumerate(ctx.rows):
             held = self.session.held(b, row.prefix)
-            ready = row.position > row.ahead and held >= len(row.prefix) - 1 >= 1
-            tokens: list[int] = []
-            logits = torch.zeros(0, self.target.vocab_size, device=self.target.device)
-            if ready and limit > 0:
-                tokens, logits, read[b] = self._drafted(ctx, b, limit)
-            places = list(range(len(tokens)))
-            chain = GrowingTree(tokens, [i - 1 for i in places], places)
-            grown.append(chain.cut(max(limit, 0), self.target.eos_ids))
-            parts.append(logits)
-        padded = torch.nn.utils.rnn.pad_sequence(parts, True)
-        draft = as_draft(grown, self.target.device, padded, trees=False)
-        passes = max(map(len, parts))
-        return replace(draft, passes=passes, tokens_read=read)
+            begun = row.position > row.ahead
+            ready.append(begun and held >= len(row.prefix) - 1 >= 1)
+        return ready
 
-    def _drafted(
-        self, ctx: Context, b: int, limit: int
-    ) -> tuple[list[int], Tensor, int]:
-        """Return the tokens drafted for a row, their logits [n, V], and the number of tokens that
-        each layer has read."""
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        self._tokens_read = [0] * len(ctx.rows)
+        draft = super().propose(ctx, room)
+        if not any(self._tokens_read):
+            return draft
+        return replace(draft, passes=self.longest, tokens_read=self._tokens_read)
+
+    def logits(self, ctx: Context, ready: Sequence[bool], width: int) -> Tensor:
+        device = self.target.device
+        blank = torch.zeros(1, width, self.target.vocab_size, device=device)
+        rows = []
+        for b, can in enumerate(ready):
+            rows.append(self._row_logits(ctx, b)[:, :width] if can else blank)
+        return torch.cat(rows)
+
+    def _row_logits(self, ctx: Context, b: int) -> Tensor:
+        """Return the logits [1, layers, V] after a row's prefix."""
         one_row = replace(ctx, rows=[ctx.rows[b]])
         prefix = ctx.rows[b].prefix
         cached, start = self._cached(b, prefix)
@@ -157,18 +149,17 @@ class LayersDrafter(Drafter):
         positions = torch.arange(start, len(prefix), device=device)[None]
         drafted = ids[:, :0]
         parts = []
-        for k in range(len(self.mtp.layers)):
+        for k in range(self.longest):
             states = self.mtp.forward_layer(
                 k, states, positions + k, cached.cache, input_ids=ids
             )
-            logits = self._logits(one_row, states[:, -1:], drafted)
-            token = one_row.draw(logits, k).to(device)
-            parts.append(logits[0])
+            parts.append(self._logits(one_row, states[:, -1:], drafted))
+            token = one_row.draw(parts[-1], k).to(device)
             drafted = torch.cat([drafted, token], 1)
             ids = torch.cat([ids[:, 1:], token], 1)
         self._forget_drafted(cached, prefix)
-        n = min(limit, len(parts))
-        return drafted[0, :n].tolist(), torch.cat(parts[:n]), len(prefix) - start
+        self._tokens_read[b] = len(prefix) - start
+        return torch.cat(parts, 1)
 
     def _cached(self, b: int, prefix: list[int]) -> tuple[_Cached, int]:
         """Return what a row's layers have read, and the index of the first token to read."""

@@ -1,4 +1,4 @@
-"""Drafting all tokens of a window at once, each without knowing the tokens before it."""
+"""Drafting from logits of all tokens of a window, which are known before any is proposed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lenience.drafting.trees.growing import GrowingTree, PathEnds, TreeLevel, as
 
 
 class ParallelDrafter(Drafter):
-    """A drafter whose logits for the next tokens are all known before the first is picked. A
+    """A drafter whose logits for the next tokens are all known before the first is proposed. A
     subclass gives the logits; windows, trees and their ends are made here."""
 
     def __init__(self, setup: DrafterSetup, longest: int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
@@ -341,23 +342,28 @@ class PlainCache:
             sight = Visibility(at, torch.arange(forward.kv_length, device=device))
         if forward.parents is not None:
             sight = TreeVisibility.of(forward, self.lm.context_length).on(device)
-        if self._mixers is not None:
-            self._enter_states(self._mixers, forward)
         profile.add("cache")
-        outputs = self.forward(ids, forward.num_states, sight, forward.inputs)
-        if self._mixers is not None and self._cache.pieces is not None:
-            start = forward.cached_lengths[0]
-            self._mixers.leave(forward.rows[0], start, self._cache.pieces)
+        with self._states_of(forward):
+            outputs = self.forward(ids, forward.num_states, sight, forward.inputs)
         profile.add(self.lm.role)
         return outputs
 
-    def _enter_states(self, mixers: MixerStates, forward: Forward) -> None:
-        """Continue from the row's checkpoint. The mixers are to read the window apart from the
-        tokens before it, which are certain."""
+    @contextmanager
+    def _states_of(self, forward: Forward) -> Iterator[None]:
+        """Continue from the row's checkpoint, and keep the states of the pass. The mixers read the
+        window apart from the tokens before it, which are certain."""
+        if self._mixers is None:
+            yield
+            return
+        row = forward.rows[0]
         start = forward.cached_lengths[0]
         certain = forward.length - (forward.num_states - 1)
         sizes = sizes_of(forward.length, certain, start == 0, self.lm.mixer_steps)
-        self._cache.pieces = mixers.enter(forward.rows[0], start, sizes, certain)
+        pieces = self._mixers.enter(row, start, sizes, certain)
+        self._cache.pieces = pieces
+        yield
+        self._cache.pieces = None
+        self._mixers.leave(row, start, pieces)
 
     def forward(
         self,

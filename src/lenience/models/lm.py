@@ -63,8 +63,8 @@ measured by benchmarks/states.py."""
 CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
 """Usual causes of NaN or infinite logits and states."""
 SHARING_LAYER: type = getattr(cache_utils, "DummyLayer", type(None))
-"""Layer of a cache that keeps nothing, as it uses another layer's keys and values. transformers has
-it from 5.20 on."""
+"""Layer of a cache that keeps nothing, as it uses another layer's keys and values. transformers
+5.19 lacks it."""
 KNOWN_LAYERS = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -205,12 +205,10 @@ class LM:
         self.role = role
         self.embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
         kinds = {type(layer) for layer in _cache_layers(model, f"{role} {name!r}")}
-        self.only_attends = (
-            kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
-            and _own_cache_class(cast(Hashable, type(model))) is None
-        )
-        """True if each layer of the cache keeps keys and values of its own."""
         own = _own_cache_class(cast(Hashable, type(model)))
+        attention = {DynamicLayer, DynamicSlidingWindowLayer}
+        self.only_attends = own is None and kinds <= attention
+        """True if each layer of the cache keeps keys and values of its own."""
         self.copies_cache = own is not None or not kinds <= {*KNOWN_LAYERS}
         """True if rolling back takes copies of the whole cache, as only the model itself can
         continue it (see `lenience.models.copied_cache`)."""

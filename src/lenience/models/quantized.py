@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,25 +15,12 @@ WAYS = ("int8", "int4")
 into a step, so a window would be read otherwise than its tokens one by one."""
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what torchao logs about kernels for other machines while it is imported."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 def quantization_config(way: str) -> Any:
     """Return the configuration with which transformers rounds a model's linear layers while it
     loads them. Raises InputError for an unknown way or without torchao."""
     if way not in WAYS:
         raise InputError(f"quantization {way!r}: name one of {', '.join(WAYS)}")
     try:
-        with _quiet():
-            import torchao  # noqa: F401
         from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
         from torchao.quantization.granularity import PerGroup
         from transformers import TorchAoConfig
