@@ -29,10 +29,11 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair, Reporting
 from lenience.models.compile import compile_model, graph_path, shipped_path
 from lenience.models.cuda_graphs import CudaGraphs
-from lenience.models.lm import LM, States
+from lenience.models.lm import LM
 from lenience.models.memory import token_bytes
 from lenience.models.onnx_export import export_graph
 from lenience.models.onnx_graph import Graph, GraphCache
+from lenience.models.pass_cache import States
 from lenience.models.session import Session
 from lenience.models.threads import torch_threads
 

@@ -103,6 +103,35 @@ def test_some_proposals_are_right(llama: Pair, drafter: str) -> None:
     assert sum(out.accepted_exact for out in outs) > 0
 
 
+def test_passes_are_counted(
+    llama: Pair, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    forward = MuseGlimmerAssistantModel.forward
+
+    @functools.wraps(forward)
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        runs.append(options["noise_embeds"].shape[1])
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(MuseGlimmerAssistantModel, "forward", noted)
+    out = llama.generate(PROMPTS[0], drafter=drafter, max_new_tokens=NEW)
+    assert out.draft_passes == len(runs) > 2
+
+
+def test_an_answer_costs_the_same_after_and_beside_others(
+    llama: Pair, drafter: str
+) -> None:
+    options: dict[str, Any] = {"drafter": drafter, "max_new_tokens": NEW}
+    alone = [llama.generate(prompt, **options) for prompt in PROMPTS]
+    again = [llama.generate(prompt, **options) for prompt in PROMPTS for _ in range(2)]
+    assert [out.drafted for out in again[1::2]] == [out.drafted for out in alone]
+    # answers end one after another, and rows move to the places of those that ended
+    beside = llama.generate_batch(PROMPTS, batch_size=4, **options)
+    assert len({out.target_passes for out in beside}) > 2
+    assert [out.draft_tokens for out in beside] == [out.draft_tokens for out in alone]
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -26,8 +26,9 @@ from lenience.drafting.eagle_model import load_eagle
 from lenience.drafting.parsing import parse_drafter, parse_tree
 from lenience.drafting.stops import Fixed
 from lenience.models.cuda_graphs import CudaGraphs
-from lenience.models.lm import LM, States
+from lenience.models.lm import LM
 from lenience.models.onnx_graph import GraphCache
+from lenience.models.pass_cache import States
 from lenience.models.session import Session
 from lenience.training.eagle import EagleFit
 from lenience.training.fit_drafter import DrafterPlan, fit_to_answers

@@ -30,7 +30,7 @@ from lenience.drafting.registry import DRAFTERS
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.pages import write_report
 from lenience.mining.search import MineConfig, mine
-from lenience.models.lm import LAST, States
+from lenience.models.pass_cache import LAST, States
 from lenience.models.session import Session
 from lenience.rules.parsing import parse_rule
 

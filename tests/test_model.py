@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import AutoModelForSeq2SeqLM
 from lenience import InputError
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
-from lenience.models.lm import cache_argument
+from lenience.models.pass_cache import cache_argument
 from lenience.models.session import Session, common
 
 

@@ -121,22 +121,29 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_each_pass_reads_the_proposals_of_transformers(
-    pair: Pair, prompt: list[int], read: list[list[int]]
-) -> None:
+def generated_by_transformers(pair: Pair, prompt: list[int]) -> list[int]:
+    """Return the new tokens of transformers' own MTP generation."""
     ids = torch.tensor([prompt])
-    wanted = pair.target.model.generate(
+    out = pair.target.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=NEW,
         do_sample=False,
         use_mtp=True,
     )
+    new: list[int] = out[0, len(prompt) :].tolist()
+    return new
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_each_pass_reads_the_proposals_of_transformers(
+    pair: Pair, prompt: list[int], read: list[list[int]]
+) -> None:
+    wanted = generated_by_transformers(pair, prompt)
     theirs = list(read)
     del read[:]
     out = pair.generate(prompt, drafter="mtp", window=1, max_new_tokens=NEW)
-    assert out.tokens == wanted[0, len(prompt) :].tolist()
+    assert out.tokens == wanted
     # at an answer's end they draft one token more or less
     n = min(len(read), len(theirs)) - 1
     assert n > 2 and read[1:n] == theirs[1:n]
@@ -163,18 +170,11 @@ def test_several_layers_propose_what_those_of_transformers_do(
     several: Pair, prompt: list[int], read: list[list[int]]
 ) -> None:
     layers = len(mtp_lm(several.target).model.model.modules_of_mtp.layers)
-    ids = torch.tensor([prompt])
-    wanted = several.target.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW,
-        do_sample=False,
-        use_mtp=True,
-    )
+    wanted = generated_by_transformers(several, prompt)
     theirs = [until_eos(tokens) for tokens in read]
     del read[:]
     out = several.generate(prompt, drafter="mtp", window=layers, max_new_tokens=NEW)
-    assert out.tokens == wanted[0, len(prompt) :].tolist()
+    assert out.tokens == wanted
     n = min(len(read), len(theirs)) - layers
     assert n > 2 and read[1:n] == theirs[1:n]
 

@@ -21,7 +21,7 @@ from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
 from lenience.models import session
 from lenience.models.cuda_graphs import BLOCK, CudaGraphCache, CudaGraphs
-from lenience.models.lm import States
+from lenience.models.pass_cache import States
 from lenience.models.session import Session, reads_together_as_alone
 from lenience.rules import judge as judging
 

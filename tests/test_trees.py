@@ -32,7 +32,7 @@ from lenience.heads.head import Head, Inputs
 from lenience.models import onnx_graph
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.kv_cache import Forward, TreeVisibility
-from lenience.models.lm import LAST
+from lenience.models.pass_cache import LAST
 from lenience.models.session import Session
 from lenience.rules.parsing import parse_rule
 

@@ -15,8 +15,9 @@ import shutil
 from lenience.core.files import EMBEDDED
 from lenience.decoding.loading import load_pair
 from lenience.models.compile import shipped_path
-from lenience.models.lm import LAST, LM, States
+from lenience.models.lm import LM
 from lenience.models.onnx_export import export_graph
+from lenience.models.pass_cache import LAST, States
 from lenience.rules.judge import Judge
 
 FOLDER = EMBEDDED / "graphs"

@@ -31,7 +31,7 @@ from lenience.drafting.model import DraftModel
 from lenience.drafting.parsing import parse_drafter, parse_stop, parse_tree
 from lenience.drafting.stops import Fixed, Gate, Stop
 from lenience.drafting.trees.shapes import Chain, Tree
-from lenience.models.lm import LAST
+from lenience.models.pass_cache import LAST
 from lenience.rules.base import Term
 from lenience.rules.baselines import Baseline, is_baseline
 from lenience.rules.combine import AnyOf, as_rule

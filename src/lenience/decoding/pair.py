@@ -44,8 +44,9 @@ from lenience.drafting.base import DrafterSetup
 from lenience.drafting.stops import Fixed, Stop
 from lenience.models.compile import compile_model
 from lenience.models.generation_config import processors_of
-from lenience.models.lm import LAST, LM, States
+from lenience.models.lm import LM
 from lenience.models.memory import check_memory
+from lenience.models.pass_cache import LAST, States
 from lenience.models.prompts import Prompt, several
 from lenience.models.session import Session, tree_cache
 from lenience.models.threads import torch_threads

@@ -304,10 +304,7 @@ def _chains(
     tokens: Sequence[list[int]], logits: Sequence[list[Tensor]] | None, target: LM
 ) -> Draft:
     """Return chains of these tokens, with the logits [V] that each token was picked from."""
-    grown = [
-        GrowingTree(row, [*range(-1, len(row) - 1)], [*range(len(row))])
-        for row in tokens
-    ]
+    grown = [GrowingTree.chain(row) for row in tokens]
     width = max(map(len, tokens), default=0)
     given = None
     if logits is not None and width:

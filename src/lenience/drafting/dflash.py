@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -20,12 +20,10 @@ from lenience.core.hub import local
 from lenience.core.identity import weights_fingerprint
 from lenience.core.needs import Parts
 from lenience.core.protocols import Drafter, TrainedPart
-from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.parallel import ParallelDrafter
+from lenience.drafting.parallel import RowwiseDrafter
 from lenience.drafting.published import BROKEN, tensors_in
 from lenience.models.lm import LM
-from lenience.models.session import Session, common
 
 WEIGHTS = "model.safetensors"
 RENAMED = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
@@ -116,22 +114,11 @@ class Dflash(DrafterSpec):
         return DflashDrafter(self.head, setup)
 
 
-@dataclass
-class _Context:
-    """Tokens of a row whose states are in the drafter's cache."""
-
-    cache: Any
-    tokens: list[int] = field(default_factory=list)
-
-
-class DflashDrafter(ParallelDrafter):
-    """A drafter with a DFlash checkpoint. It proposes nothing in an answer's first cycle, which
-    reads the prompt. Rows are read one by one."""
+class DflashDrafter(RowwiseDrafter):
+    """A drafter with a DFlash checkpoint."""
 
     def __init__(self, head: DflashModel, setup: DrafterSetup):
-        super().__init__(setup, longest=head.block_size - 1)
-        assert setup.session is not None
-        self.session: Session = setup.session
+        super().__init__(setup, longest=head.block_size - 1, passes=1)
         self.head = head
         like = setup.target.embedding.weight
         # the checkpoint is shared by all pairs
@@ -139,74 +126,38 @@ class DflashDrafter(ParallelDrafter):
             ("dflash", head.fingerprint),
             lambda: copy.deepcopy(head.model).to(like.device, like.dtype),
         )
-        self._rows = [self._empty() for _ in range(setup.rows)]
-        self._tokens_read: list[int] = []
 
-    def _empty(self) -> _Context:
+    def empty_cache(self) -> Any:
         from transformers.cache_utils import DFlashCache
 
         cache = DFlashCache(config=self.model.config)
         cache.activate_past_recording()
-        return _Context(cache)
+        return cache
 
-    def ready(self, ctx: Context) -> list[bool]:
-        ready = []
-        for b, row in enumerate(ctx.rows):
-            held = self.session.held(b, row.prefix)
-            begun = row.position > row.ahead
-            ready.append(begun and held >= len(row.prefix) - 1 >= 1)
-        return ready
-
-    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
-        self._tokens_read = [0] * len(ctx.rows)
-        draft = super().propose(ctx, room)
-        if not any(self._tokens_read):
-            return draft
-        return replace(draft, passes=1, tokens_read=self._tokens_read)
-
-    def logits(self, ctx: Context, ready: Sequence[bool], width: int) -> Tensor:
-        rows = []
-        for b, (row, can) in enumerate(zip(ctx.rows, ready)):
-            if can:
-                rows.append(self._block_logits(b, row.prefix)[:, :width])
-        blank = torch.zeros_like(rows[0])
-        each = iter(rows)
-        return torch.cat([next(each) if can else blank for can in ready])
-
-    def _block_logits(self, b: int, prefix: list[int]) -> Tensor:
-        """Return the logits [1, block_size - 1, V] after a row's prefix."""
-        context = self._rows[b]
+    def row_logits(self, ctx: Context, b: int) -> tuple[Tensor, int]:
+        prefix = ctx.rows[b].prefix
         known = prefix[:-1]
-        if common(context.tokens, known) < len(context.tokens):
-            context = self._rows[b] = self._empty()
-        start = len(context.tokens)
+        cached = self.cached(b, known)
+        start = len(cached.tokens)
         features = self.session.features(b, prefix, start)[: len(known) - start]
         device = self.model.device
-        cache = context.cache
-        cache.set_previous_accepted_tokens(len(features))
+        cached.cache.set_previous_accepted_tokens(len(features))
         masked = [self.head.mask_token] * (self.head.block_size - 1)
         block = torch.tensor([[prefix[-1], *masked]], device=self.target.device)
-        positions = torch.arange(start, len(known) + self.head.block_size)
+        end = len(known) + self.head.block_size
         out = self.model(
             noise_embeds=_embedded(self.target.embedding, block).to(device),
             context_hidden_states=features[None].to(device, self.model.dtype),
-            position_ids=positions[None].to(device),
-            attention_mask=positions.new_ones(
-                1, len(known) + self.head.block_size, device=device
-            ),
-            past_key_values=cache,
+            position_ids=torch.arange(start, end, device=device)[None],
+            attention_mask=torch.ones(1, end, dtype=torch.long, device=device),
+            past_key_values=cached.cache,
         )
         # what is left are the states of the context
-        cache.crop(-self.head.block_size)
-        context.tokens = list(known)
-        self._tokens_read[b] = len(features) + self.head.block_size
+        cached.cache.crop(-self.head.block_size)
+        cached.tokens = known
         states = out.last_hidden_state[:, 1:].to(self.target.output_matrix)
         logits: Tensor = self.target.model.get_output_embeddings()(states)
-        return logits
-
-    def move(self, source: int, to: int) -> None:
-        self._rows[to] = self._rows[source]
-        self._rows[source] = self._empty()
+        return logits, len(features) + self.head.block_size
 
 
 def _embedded(embedding: torch.nn.Embedding, ids: Tensor) -> Tensor:

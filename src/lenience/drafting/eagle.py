@@ -23,7 +23,8 @@ from lenience.drafting.eagle_model import EagleModel, EagleWeights, load_eagle
 from lenience.drafting.model import drafter_on
 from lenience.models.compile import compile_model
 from lenience.models.kv_cache import Forward, PlainCache
-from lenience.models.lm import LAST, LM
+from lenience.models.lm import LM
+from lenience.models.pass_cache import LAST
 from lenience.models.session import Batch, common
 
 

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -36,7 +35,8 @@ from lenience.drafting.published import (
     table,
     tensors_in,
 )
-from lenience.models.lm import LM, cache_argument
+from lenience.models.lm import LM
+from lenience.models.pass_cache import cache_argument, positions_and_mask
 
 ABOUT = "eagle.json"
 """File with the training record, next to the files of the published layout."""
@@ -353,20 +353,8 @@ class EagleDecoder(nn.Module):
     ) -> BaseModelOutputWithPast:
         tokens = self.embed_tokens(input_ids).to(self.fc.weight.dtype)
         inputs = torch.zeros_like(tokens) if inputs is None else inputs
-        if position_ids is None:
-            past = (
-                past_key_values.get_seq_length() if past_key_values is not None else 0
-            )
-            position_ids = (
-                past + torch.arange(input_ids.shape[1], device=tokens.device)[None]
-            )
-        # by position: transformers 5.24 names the cache argument differently
-        mask = create_causal_mask(
-            self.config,
-            tokens,
-            attention_mask,
-            past_key_values,
-            position_ids=position_ids,
+        position_ids, mask = positions_and_mask(
+            self.config, tokens, position_ids, attention_mask, past_key_values
         )
         options = {
             "attention_mask": mask,

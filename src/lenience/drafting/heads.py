@@ -391,10 +391,13 @@ class HeadsDrafter(ParallelDrafter):
                 row.memory[self] = kept[0].clone() if len(kept) else None
         return [row.memory.get(self) is not None for row in ctx.rows]
 
-    def logits(self, ctx: Context, ready: Sequence[bool], width: int) -> Tensor:
+    def logits(self, ctx: Context, drafts: Sequence[bool], width: int) -> Tensor:
         blank = torch.zeros(self.heads.hidden_size, device=self.matrix.device)
         states = torch.stack(  # [B, H], before the window
-            [row.memory[self] if can else blank for row, can in zip(ctx.rows, ready)]
+            [
+                row.memory[self] if wanted else blank
+                for row, wanted in zip(ctx.rows, drafts)
+            ]
         )
         logits = self.heads.logits(states.to(self.matrix), self.matrix)  # [B, n, V]
         return wide_as_target(logits[:, :width], self.target)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -20,14 +19,13 @@ from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
 from lenience.core.needs import Parts
 from lenience.core.protocols import Drafter
-from lenience.core.types import Draft
 from lenience.drafting.after_target import AfterTarget
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.eagle import FeatureSession
 from lenience.drafting.model import drafter_on, wide_as_target
-from lenience.drafting.parallel import ParallelDrafter
-from lenience.models.lm import LM, cache_argument
-from lenience.models.session import Session, common
+from lenience.drafting.parallel import CachedRow, RowwiseDrafter
+from lenience.models.lm import LM
+from lenience.models.pass_cache import cache_argument, positions_and_mask
 
 ALTERNATIVES = "take --drafter ngram, or train heads with lenience fit --drafter eagle"
 
@@ -93,55 +91,29 @@ def _modules(target: LM) -> Any:
         ) from error
 
 
-class LayersDrafter(ParallelDrafter):
+class LayersDrafter(RowwiseDrafter):
     """A drafter of chains with several MTP layers. Layer k reads the tokens shifted by k, with the
-    states of the layer before, and drafts the k-th token. Rows are read one by one. A token that a
-    layer reads is drawn as the window's token is, so that both are the same."""
+    states of the layer before, and drafts the k-th token. A token that a layer reads is drawn as
+    the window's token is, so that both are the same. Each layer's cache lacks the first tokens."""
 
     def __init__(self, modules: Any, setup: DrafterSetup):
-        super().__init__(setup, longest=len(modules.layers))
-        assert setup.session is not None
+        layers = len(modules.layers)
+        super().__init__(setup, longest=layers, passes=layers)
         self.mtp = modules
-        self.session: Session = setup.session
-        self._rows = [self._empty() for _ in range(setup.rows)]
-        self._tokens_read: list[int] = []
 
-    def _empty(self) -> _Cached:
+    def empty_cache(self) -> Any:
         from transformers.cache_utils import MtpCache
 
         cache = MtpCache(config=self.mtp.config)
         cache.activate_past_recording()
-        return _Cached(cache)
+        return cache
 
-    def ready(self, ctx: Context) -> list[bool]:
-        ready = []
-        for b, row in enumerate(ctx.rows):
-            held = self.session.held(b, row.prefix)
-            begun = row.position > row.ahead
-            ready.append(begun and held >= len(row.prefix) - 1 >= 1)
-        return ready
-
-    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
-        self._tokens_read = [0] * len(ctx.rows)
-        draft = super().propose(ctx, room)
-        if not any(self._tokens_read):
-            return draft
-        return replace(draft, passes=self.longest, tokens_read=self._tokens_read)
-
-    def logits(self, ctx: Context, ready: Sequence[bool], width: int) -> Tensor:
-        device = self.target.device
-        blank = torch.zeros(1, width, self.target.vocab_size, device=device)
-        rows = []
-        for b, can in enumerate(ready):
-            rows.append(self._row_logits(ctx, b)[:, :width] if can else blank)
-        return torch.cat(rows)
-
-    def _row_logits(self, ctx: Context, b: int) -> Tensor:
-        """Return the logits [1, layers, V] after a row's prefix."""
+    def row_logits(self, ctx: Context, b: int) -> tuple[Tensor, int]:
         one_row = replace(ctx, rows=[ctx.rows[b]])
         prefix = ctx.rows[b].prefix
-        cached, start = self._cached(b, prefix)
+        cached = self.cached(b, prefix)
         # layers lack the first token, and read each token with the state of the one before
+        start = max(len(cached.tokens), 1)
         states = self.session.features(b, prefix, start - 1)[: len(prefix) - start]
         device = self.target.device
         states = states[None].to(device)
@@ -158,38 +130,18 @@ class LayersDrafter(ParallelDrafter):
             drafted = torch.cat([drafted, token], 1)
             ids = torch.cat([ids[:, 1:], token], 1)
         self._forget_drafted(cached, prefix)
-        self._tokens_read[b] = len(prefix) - start
-        return torch.cat(parts, 1)
-
-    def _cached(self, b: int, prefix: list[int]) -> tuple[_Cached, int]:
-        """Return what a row's layers have read, and the index of the first token to read."""
-        cached = self._rows[b]
-        if common(cached.tokens, prefix) < len(cached.tokens):
-            cached = self._rows[b] = self._empty()
-        return cached, max(len(cached.tokens), 1)
+        return torch.cat(parts, 1), len(prefix) - start
 
     def _logits(self, one_row: Context, states: Tensor, drafted: Tensor) -> Tensor:
         """Return the logits [1, 1, V] of the next token, after the model's processors."""
         logits = wide_as_target(self.mtp._project_to_logits(states), self.target)
         return one_row.process(logits, drafted)
 
-    def _forget_drafted(self, cached: _Cached, prefix: list[int]) -> None:
+    def _forget_drafted(self, cached: CachedRow, prefix: list[int]) -> None:
         """Cut what the layers have read to tokens that no layer read as a drafted one."""
         forgotten = min(len(self.mtp.layers), len(prefix) - 1)
         cached.cache.crop(-forgotten)
         cached.tokens = prefix[: len(prefix) - forgotten]
-
-    def move(self, source: int, to: int) -> None:
-        self._rows[to] = self._rows[source]
-        self._rows[source] = self._empty()
-
-
-@dataclass
-class _Cached:
-    """Tokens of a row that the layers have read; each layer lacks the first ones."""
-
-    cache: Any
-    tokens: list[int] = field(default_factory=list)
 
 
 class MtpDecoder(nn.Module):
@@ -217,16 +169,8 @@ class MtpDecoder(nn.Module):
         mtp = self.modules_of_mtp
         tokens = mtp.embed_tokens(input_ids)
         inputs = torch.zeros_like(tokens) if inputs is None else inputs
-        if position_ids is None:
-            past = _length(past_key_values)
-            position_ids = past + torch.arange(tokens.shape[1], device=tokens.device)
-            position_ids = position_ids[None]
-        mask = create_causal_mask(
-            mtp.config,
-            tokens,
-            attention_mask,
-            past_key_values,
-            position_ids=position_ids,
+        position_ids, mask = positions_and_mask(
+            mtp.config, tokens, position_ids, attention_mask, past_key_values
         )
         # rows lack the first token
         positions = position_ids + 1
@@ -242,10 +186,6 @@ class MtpDecoder(nn.Module):
         if mtp.use_shared_post_norm:
             state = mtp.shared_post_norm(state)
         return BaseModelOutputWithPast(state)
-
-
-def _length(past_key_values: Any) -> int:
-    return 0 if past_key_values is None else int(past_key_values.get_seq_length())
 
 
 class MtpDraft(PreTrainedModel):

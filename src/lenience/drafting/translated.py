@@ -56,9 +56,7 @@ class TranslatedDrafter(Drafter):
             else:
                 tokens, logits = self._by_shared(own, b, before, limit)
                 parts.append(logits)
-            places = list(range(len(tokens)))
-            chain = GrowingTree(tokens, [i - 1 for i in places], places)
-            grown.append(chain.cut(limit, self.target.eos_ids))
+            grown.append(GrowingTree.chain(tokens).cut(limit, self.target.eos_ids))
         padded = torch.nn.utils.rnn.pad_sequence(parts, True) if parts else None
         draft = as_draft(grown, self.target.device, padded, trees=False)
         return replace(draft, passes=max(self._passes), tokens_read=self._tokens_read)

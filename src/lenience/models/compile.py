@@ -20,8 +20,9 @@ import transformers
 from lenience.core.errors import first_line
 from lenience.core.files import EMBEDDED, cache_folder
 from lenience.models.cuda_graphs import CudaGraphs
-from lenience.models.lm import LAST, LM, Backend, States
+from lenience.models.lm import LM, Backend
 from lenience.models.onnx_graph import Graph, GraphFinder, load
+from lenience.models.pass_cache import LAST, States
 from lenience.models.session import reads_together_as_alone, reads_trees_as_paths
 
 FORMAT = 3

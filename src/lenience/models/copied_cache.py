@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lenience.core.profile import Profile
 from lenience.models.kv_cache import Forward, PlainCache
-from lenience.models.lm import LAST, LM, PassCache, States, new_cache
+from lenience.models.lm import LM
+from lenience.models.pass_cache import LAST, PassCache, States, new_cache
 from lenience.models.recurrent import CHECKPOINTS, Checkpoints
 
 MEASURED = 16

@@ -28,7 +28,8 @@ from lenience.models.kv_cache import (
     Visibility,
     positions,
 )
-from lenience.models.lm import LAST, LM, States
+from lenience.models.lm import LM
+from lenience.models.pass_cache import LAST, States
 
 _RECORDING = threading.Lock()
 """Lock that allows one recording at a time in a process."""

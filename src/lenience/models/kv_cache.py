@@ -22,9 +22,9 @@ from lenience.core.errors import InputError
 from lenience.core.profile import Profile
 from lenience.core.transfer import to_device
 from lenience.core.trees import Parents, depths, lineage
-from lenience.models.lm import (
+from lenience.models.lm import LM
+from lenience.models.pass_cache import (
     LAST,
-    LM,
     SHARING_LAYER,
     PassCache,
     States,

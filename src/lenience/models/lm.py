@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import struct
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -22,19 +19,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    Cache,
-    DynamicCache,
     GenerationMixin,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    cache_utils,
 )
 from transformers.cache_utils import (
-    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 from transformers.utils import logging
@@ -46,14 +37,20 @@ from lenience.core.identity import (
     weights_fingerprint,
 )
 from lenience.models import gguf
+from lenience.models.pass_cache import (
+    KNOWN_LAYERS,
+    LAST,
+    States,
+    cache_argument,
+    cache_layers,
+    handing_over,
+    new_cache,
+    own_cache_class,
+)
 from lenience.models.prompts import Chat, Prompt, is_ids, plain, refuse_unusable
-from lenience.models.recurrent import Pieces
 from lenience.models.vocabulary import restrict_as_saved, save_whole, vocabulary_of
 
 T = TypeVar("T")
-CACHE_NAMES = ("past_key_values", "cache", "cache_params")
-"""Parameter names by which models take a cache. Up to transformers 5.23 the name is the first,
-or the last for Mamba."""
 CHUNK_SIZES = ("chunk_size", "mamba_chunk_size")
 """Fields of configurations that hold the number of tokens in a chunk of a recurrence."""
 LONG_CHUNK = 128
@@ -62,21 +59,6 @@ CPU_STEPS = 16
 measured by benchmarks/states.py."""
 CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
 """Usual causes of NaN or infinite logits and states."""
-SHARING_LAYER: type = getattr(cache_utils, "DummyLayer", type(None))
-"""Layer of a cache that keeps nothing, as it uses another layer's keys and values. transformers
-5.19 lacks it."""
-KNOWN_LAYERS = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    DynamicIndexedLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    SHARING_LAYER,
-)
-"""Layers of transformers' caches that `lenience.models.kv_cache` has an equivalent of: keys and
-values (with an index over them), states, both, or nothing (a layer that uses another layer's keys
-and values)."""
 LOADING_ERRORS = (
     OSError,
     ValueError,
@@ -88,72 +70,6 @@ LOADING_ERRORS = (
     struct.error,
 )
 """Exceptions that from_pretrained and its GGUF reader raise for a model that cannot be loaded."""
-
-
-@dataclass(frozen=True)
-class States:
-    """Hidden states that a model's passes return. Layer 1 is the first and -1 the last; None is the
-    output of the final norm."""
-
-    layers: tuple[int | None, ...] = (None,)
-    """Layers whose states are returned with the logits, concatenated."""
-    features: tuple[int | None, ...] = ()
-    """Layers whose states are kept for every token, concatenated, for drafters that use the
-    target's features."""
-
-
-LAST = States()
-"""States that the LM head takes as its input."""
-
-
-class PassCache(Cache):
-    """A cache that also collects the hidden states of the pass that it is handed to."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self._hidden: dict[int | None, Tensor] = {}
-        self.pieces: Pieces | None = None
-        """Pieces in which mixers read the tokens of the pass; None for all at once."""
-
-    def put_hidden(self, layer: int | None, states: Tensor) -> None:
-        self._hidden[layer] = states
-
-    def take_hidden(self, states: States = LAST) -> tuple[Tensor, Tensor | None]:
-        """Return and clear the states [m, T, H] of the last pass, and its features [m, T, F] if
-        any."""
-        given = self._hidden
-        self._hidden = {}  # states that nobody requests must not stay in memory
-        hidden = _side_by_side([given[layer] for layer in states.layers])
-        features = [given[layer].to(hidden.device) for layer in states.features]
-        return hidden, torch.cat(features, -1) if features else None
-
-
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate states [m, T, H] along H, on the device of the last one."""
-    last = parts[-1]
-    return (
-        last
-        if len(parts) == 1
-        else torch.cat([part.to(last.device) for part in parts], -1)
-    )
-
-
-def _hand_over(layer: int | None) -> Callable[..., None]:
-    """Return a forward hook that stores a module's output in the PassCache among the module's
-    arguments, if there is one."""
-
-    def hook(
-        _module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-    ) -> None:
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, PassCache):
-                states = out if isinstance(out, Tensor) else out[0]
-                argument.put_hidden(layer, states)
-
-    return hook
 
 
 class Backend(Protocol):
@@ -204,8 +120,8 @@ class LM:
         self.name = name
         self.role = role
         self.embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
-        kinds = {type(layer) for layer in _cache_layers(model, f"{role} {name!r}")}
-        own = _own_cache_class(cast(Hashable, type(model)))
+        kinds = {type(layer) for layer in cache_layers(model, f"{role} {name!r}")}
+        own = own_cache_class(cast(Hashable, type(model)))
         attention = {DynamicLayer, DynamicSlidingWindowLayer}
         self.only_attends = own is None and kinds <= attention
         """True if each layer of the cache keeps keys and values of its own."""
@@ -235,7 +151,7 @@ class LM:
         decoder = cast(torch.nn.Module, model.get_decoder())
         if decoder is head:  # some kinds call their LM head so
             decoder = cast(torch.nn.Module, model.base_model)
-        decoder.register_forward_hook(_hand_over(None), with_kwargs=True)
+        decoder.register_forward_hook(handing_over(None), with_kwargs=True)
 
     def check_states(self) -> None:
         """Raise InputError if the model transforms its states before the LM head, since heads would
@@ -381,7 +297,7 @@ class LM:
         with self.lock:
             if layer not in self._captured_layers:
                 self._captured_layers.add(layer)
-                block.register_forward_hook(_hand_over(layer), with_kwargs=True)
+                block.register_forward_hook(handing_over(layer), with_kwargs=True)
 
     @property
     def device(self) -> torch.device:
@@ -729,74 +645,11 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def cache_argument(model: torch.nn.Module, cache: Cache) -> dict[str, Cache]:
-    """Return the keyword argument that hands a cache to a model: `past_key_values`, or `cache` from
-    transformers 5.24 on."""
-    return {_cache_name(cast(Hashable, type(model))) or CACHE_NAMES[0]: cache}
-
-
-@functools.cache
-def _cache_name(kind: Any) -> str | None:
-    parameters = inspect.signature(kind.forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), None)
-
-
 def _caps_attention(source: str, options: Mapping[str, Any]) -> bool:
     """Return True if a model caps its attention scores (softcapping). Some versions of transformers
     ignore the cap unless attention is eager."""
     config = AutoConfig.from_pretrained(source, **options).get_text_config()
     return getattr(config, "attn_logit_softcapping", None) is not None
-
-
-def _cache_layers(model: PreTrainedModel, what: str) -> Sequence[object]:
-    """Return the layers of a new cache of transformers for a model. Raises InputError for
-    architectures whose cache cannot be rolled back to an earlier token."""
-    config = model.config
-    takes_cache = _cache_name(cast(Hashable, type(model))) is not None
-    layers: Sequence[object] = ()
-    built = True
-    try:
-        layers = DynamicCache(config=config).layers if takes_cache else ()
-    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
-        built = False  # transformers cannot build a cache for it
-    follows = any(
-        isinstance(layer, LinearAttentionLayer) or type(layer) not in KNOWN_LAYERS
-        for layer in layers
-    )
-    own = _own_cache_class(cast(Hashable, type(model)))
-    stateful = getattr(model, "_is_stateful", False) and not (follows or own)
-    if config.is_encoder_decoder or not takes_cache or stateful or not built:
-        raise InputError(
-            f"{what}: {type(model).__name__} keeps a state that cannot be rolled back to an "
-            "earlier token, which speculative decoding needs; use a decoder-only model of "
-            "attention, or of layers whose states transformers keeps in its cache"
-        )
-    return layers
-
-
-def new_cache(model: PreTrainedModel) -> PassCache:
-    """Return an empty cache of transformers' own layers for a model, of the model's own class of
-    caches if it has one."""
-    own = _own_cache_class(cast(Hashable, type(model)))
-    if own is None:
-        return PassCache(layers=list(DynamicCache(config=model.config).layers))
-    made = type(own.__name__, (PassCache, own), {})
-    return cast(PassCache, made())
-
-
-@functools.cache
-def _own_cache_class(kind: Any) -> type[DynamicCache] | None:
-    """Return the class of caches that the module of a kind of model defines; None if there is
-    none."""
-    classes = vars(sys.modules[kind.__module__]).values()
-    found = [
-        own
-        for own in classes
-        if isinstance(own, type)
-        and issubclass(own, DynamicCache)
-        and own.__module__ == kind.__module__
-    ]
-    return found[0] if len(found) == 1 else None
 
 
 def check_finite(lm: LM, states: Tensor) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 
 from lenience.core.errors import InputError
-from lenience.models.lm import LAST, LM, States
+from lenience.models.lm import LM
+from lenience.models.pass_cache import LAST, States
 from lenience.models.session import Session
 
 MASK_BYTES = 6

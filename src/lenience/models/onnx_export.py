@@ -28,7 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lenience.core.files import replacing
 from lenience.models.kv_cache import NOWHERE, Visibility, positions
-from lenience.models.lm import LAST, LM, States, cache_argument
+from lenience.models.lm import LM
+from lenience.models.pass_cache import LAST, States, cache_argument
 from lenience.models.vocabulary import restrict, vocabulary_of
 
 _TRACING = threading.RLock()

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lenience.core.profile import Profile
 from lenience.models.kv_cache import NOWHERE, Forward, TreeVisibility
-from lenience.models.lm import LAST, LM, States
+from lenience.models.lm import LM
+from lenience.models.pass_cache import LAST, States
 from lenience.models.threads import cores
 
 FIRST_CAPACITY = 160

@@ -20,7 +20,8 @@ from lenience.core.trees import Parents, followed, paths
 from lenience.core.types import Reading
 from lenience.models.copied_cache import CopiedCache
 from lenience.models.kv_cache import LATER, Forward, PlainCache, RowCache
-from lenience.models.lm import LAST, LM, States, check_finite
+from lenience.models.lm import LM, check_finite
+from lenience.models.pass_cache import LAST, States
 
 LARGEST_MASK = 1 << 26
 """Maximum number of entries in the attention mask of batched rows."""

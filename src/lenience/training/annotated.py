@@ -17,7 +17,8 @@ from lenience.core.progress import Progress, silent
 from lenience.decoding.soundness import check_states
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs
-from lenience.models.lm import LM, States
+from lenience.models.lm import LM
+from lenience.models.pass_cache import States
 from lenience.models.session import Session
 
 ROW_KEYS = ("question", "correct", "wrong", "error")

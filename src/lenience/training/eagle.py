@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 
 from lenience.drafting.eagle_model import EagleModel, EagleWeights
-from lenience.models.lm import LM, States
+from lenience.models.lm import LM
+from lenience.models.pass_cache import States
 from lenience.models.session import Session
 from lenience.models.vocabulary import ranks
 from lenience.training.trainer import Answer, batches, by_length, mean_cross_entropy

@@ -24,8 +24,8 @@ from lenience.decoding.soundness import check_states
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs, Role
 from lenience.heads.streaming import StreamedRows
-from lenience.models.lm import LAST, States
 from lenience.models.memory import free_bytes
+from lenience.models.pass_cache import LAST, States
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.runs.record import MinedSample, Mismatch, read_run

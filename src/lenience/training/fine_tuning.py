@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lenience.drafting.heads import DraftHeads
-from lenience.models.lm import LM, cache_argument, new_cache, save_model
+from lenience.models.lm import LM, save_model
+from lenience.models.pass_cache import cache_argument, new_cache
 from lenience.training.trainer import Answer, batches, by_length, mean_cross_entropy
 
 BATCH = 8

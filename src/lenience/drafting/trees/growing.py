@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -28,6 +29,12 @@ class GrowingTree:
     parents: list[int] = field(default_factory=list)
     picked_from: list[int] = field(default_factory=list)
     """Index of the requested distribution that each token was picked from."""
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> Self:
+        """Return a tree of one path, each token picked from a distribution of its own."""
+        places = range(len(tokens))
+        return cls(list(tokens), [i - 1 for i in places], list(places))
 
     def add(self, token: int, parent: int, picked_from: int) -> None:
         self.tokens.append(token)
