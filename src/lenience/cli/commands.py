@@ -14,6 +14,7 @@ from lenience.cli.learn import datastore, fit, init, mine, push
 from lenience.cli.lists import drafters, rules, tasks
 from lenience.cli.measure import audit, certify, compare, grade, tune
 from lenience.cli.prompts import STDIN
+from lenience.cli.serve import serve
 from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.version import VERSION
 
@@ -25,10 +26,11 @@ app = App(
 )
 GROUPS = {
     Group("Decode", sort_key=1): (demo, generate, chat),
-    Group("Train", sort_key=2): (init, mine, fit, datastore),
-    Group("Compare and certify", sort_key=3): (compare, grade, certify, tune, audit),
-    Group("Share", sort_key=4): (push,),
-    Group("Look up", sort_key=5): (rules, drafters, tasks),
+    Group("Serve", sort_key=2): (serve,),
+    Group("Train", sort_key=3): (init, mine, fit, datastore),
+    Group("Compare and certify", sort_key=4): (compare, grade, certify, tune, audit),
+    Group("Share", sort_key=5): (push,),
+    Group("Look up", sort_key=6): (rules, drafters, tasks),
 }
 """Groups of commands in the help."""
 GO_ON = (demo, mine, fit, compare, certify, tune, audit)
@@ -37,6 +39,7 @@ EXAMPLES = {
     "demo": "lenience demo --out demo",
     "generate": 'lenience generate "…" --rule certified:run --show',
     "chat": "lenience chat --target org/target --draft org/draft",
+    "serve": "lenience serve --rule certified:run",
     "init": "lenience init run --target org/target --draft org/draft --task rows.jsonl "
     "--answer number-after:####",
     "mine": "lenience mine --out run --limit 1000 --target org/target --draft org/draft "

@@ -67,7 +67,7 @@ def generate(
         asked = many or [("prompt", needed(given_prompt))]
         _ask(prompts.servers, asked, options, models.system, json=json)
         return
-    models = _models_for(options, run, models)
+    models = models_for(options, run, models)
     pair = models.load(
         needs_draft=needs_draft(decoder), tokens=len(many) * expected_tokens(options)
     )
@@ -88,7 +88,7 @@ def generate(
         print_json(whole)
 
 
-def _models_for(
+def models_for(
     options: Mapping[str, Any], run: Path | None, models: Models | None
 ) -> Models:
     """Return the named models, or else those of `run`, or of the run in a rule "certified:RUN"."""
@@ -187,7 +187,7 @@ def chat(
 
     options = given(flags)
     decoder = decoder_of(options)
-    models = _models_for(options, run, models)
+    models = models_for(options, run, models)
     models.refuse_vllm("chat")
     chat(models.load(needs_draft=needs_draft(decoder)), options)
 

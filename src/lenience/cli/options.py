@@ -75,12 +75,21 @@ if TYPE_CHECKING:
 
     class GenerateFlags: ...
 
+    class ServeDecoding: ...
+
     class CertifyDecoding: ...
 
     class CompareDecoding: ...
 
 else:
     GenerateFlags = decoding_flags("GenerateFlags")
+    ServeDecoding = decoding_flags(
+        "ServeDecoding",
+        "seed",
+        "stop_strings",
+        "max_new_tokens",
+        temperature="Sampling temperature of requests that name none; 0 decodes greedily.",
+    )
     CertifyDecoding = decoding_flags(
         "CertifyDecoding",
         "rule",

@@ -43,6 +43,8 @@ class Row:
     """Number of accepted tokens that the strict rule would reject at their position."""
     memory: dict[Any, Any] = field(default_factory=dict)
     """State that stop conditions, drafters and other owners keep between cycles, keyed by owner."""
+    sampling: Context | None = None
+    """Context with the sampling parameters of this row; None for those of the batch."""
 
     def keep(self, step: Step) -> None:
         """Record the step of a cycle."""
@@ -54,7 +56,11 @@ class Row:
 
 @dataclass
 class Context:
-    """Sampling parameters, and each row's history and random draws, for rules and drafters."""
+    """Sampling parameters, and each row's history and random draws, for rules and drafters.
+
+    Rows may have sampling parameters of their own (`Row.sampling`). Results that depend on them are
+    then computed for each group of rows with the same parameters.
+    """
 
     rows: list[Row] = field(default_factory=list)
     temperature: float = 0.0
@@ -63,6 +69,7 @@ class Context:
     top_k: int | None = None
     top_p: float | None = None
     processors: LogitsProcessorList | None = None
+    """Logits processors; in a mixed batch those of any row, and None only if no row has any."""
     decode: Callable[[Sequence[int]], str] | None = None
     """Function that returns the text of tokens, including special tokens."""
     token_mask: Callable[[str], Tensor] | None = None
@@ -77,13 +84,61 @@ class Context:
     """True if the windows are paths of trees whose tokens were chosen, not sampled."""
     logprobs: bool = False
     """True if log-probabilities of the accepted tokens are reported."""
+    alternatives: int = 0
+    """Number of the target's most probable tokens that are reported beside each token."""
+    is_group: bool = False
+    """True if the parameters are those that the rows themselves name."""
+    is_drafting: bool = False
+    """True if each group of rows has its draft temperature."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return True if rows name sampling parameters of their own."""
+        return not self.is_group and any(row.sampling for row in self.rows)
 
     @property
     def greedy(self) -> bool:
+        """Return True if all rows are decoded greedily."""
+        if self.is_mixed:
+            return all(ctx.greedy for _, ctx in self.groups())
         return self.temperature == 0
+
+    def groups(self) -> list[tuple[list[int], Context]]:
+        """Return the groups of rows with the same sampling parameters: the indices of their rows,
+        and a context of these rows."""
+        found: dict[int, list[int]] = {}
+        for b, row in enumerate(self.rows):
+            found.setdefault(id(row.sampling), []).append(b)
+        return [(places, self.group(places)) for places in found.values()]
+
+    def group(self, places: list[int]) -> Context:
+        """Return the context of rows with the same sampling parameters."""
+        rows = [self.rows[b] for b in places]
+        of_batch = replace(self, is_drafting=False)
+        own = rows[0].sampling or of_batch
+        ctx = replace(
+            own,
+            rows=rows,
+            window=self.window,
+            on_trees=self.on_trees,
+            logprobs=self.logprobs,
+            alternatives=self.alternatives,
+            is_group=True,
+        )
+        return ctx.drafting() if self.is_drafting else ctx
+
+    def _by_group(self, result: Callable[[Context, list[int]], Tensor]) -> Tensor:
+        """Return the results [B, …] for the groups of rows, in the order of the rows."""
+        groups = self.groups()
+        parts = [result(ctx, places) for places, ctx in groups]
+        order = [b for places, _ in groups for b in places]
+        return torch.cat(parts)[to_device(order, parts[0].device).argsort()]
 
     def drafting(self) -> Context:
         """Return the context of a model that drafts: the same rows, with the draft temperature."""
+        if self.is_mixed:
+            changes = any(ctx.drafting() is not ctx for _, ctx in self.groups())
+            return replace(self, is_drafting=True) if changes else self
         if self.draft_temperature in (None, self.temperature):
             return self
         assert self.draft_temperature is not None
@@ -94,6 +149,10 @@ class Context:
         follows the row's prefix and all of its `ahead` tokens [B, a]."""
         if not self.processors:
             return logits
+        if self.is_mixed:
+            return self._by_group(
+                lambda ctx, rows: ctx.process(logits[rows], ahead[rows]).float()
+            )
         m = logits.shape[1]
         done = []
         for row, tokens, scores in zip(self.rows, ahead.tolist(), logits.float()):
@@ -111,11 +170,13 @@ class Context:
         return torch.cat(done).view(logits.shape)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Convert processed logits […, V] to the float32 distributions that sampling uses; one-hot
-        when greedy.
+        """Convert processed logits [B, …, V] to the float32 distributions that sampling uses;
+        one-hot when greedy.
 
         The order is temperature, top-k, top-p, as in `transformers`.
         """
+        if self.is_mixed:
+            return self._by_group(lambda ctx, rows: ctx.probs(logits[rows]))
         logits = logits.float()
         if self.greedy:
             return torch.nn.functional.one_hot(
@@ -150,9 +211,15 @@ class Context:
         return self.token_mask(pattern).to(tokens.device)[tokens]
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Map processed logits […, V] to log-probabilities at the request's temperature (1 when
+        """Map processed logits [B, …, V] to log-probabilities at the request's temperature (1 when
         greedy), before truncation."""
-        return torch.log_softmax(logits.float() / (self.temperature or 1), -1)
+        return torch.log_softmax(self.tempered(logits), -1)
+
+    def tempered(self, logits: Tensor) -> Tensor:
+        """Divide processed logits [B, …, V] by the request's temperature (1 when greedy)."""
+        if self.is_mixed:
+            return self._by_group(lambda ctx, rows: ctx.tempered(logits[rows]))
+        return logits.float() / (self.temperature or 1)
 
     def lenient_used(self, device: torch.device) -> Tensor:
         """Return [B]: the number of tokens accepted so far for each request that the strict rule
@@ -206,6 +273,10 @@ class Context:
     ) -> Tensor:
         """Return [B, n] int64 noise keys for n positions of each row. The first key is for the
         position `ahead` tokens after the row's current position."""
+        if self.is_mixed:
+            return self._by_group(
+                lambda ctx, _: ctx.noise_keys(n, purpose, ahead, device)
+            )
         keys = []
         for row in self.rows:
             began = row.position - row.ahead
@@ -218,6 +289,8 @@ class Context:
     def draw(self, logits: Tensor, ahead: int = 0) -> Tensor:
         """Return [B, m]: the tokens that plain decoding picks from processed logits [B, m, V]. The
         first position is `ahead` tokens after the row's current position."""
+        if self.is_mixed:
+            return self._by_group(lambda ctx, rows: ctx.draw(logits[rows], ahead))
         if self.greedy:
             return logits.argmax(-1)
         keys = self.noise_keys(logits.shape[1], "token", ahead, logits.device)

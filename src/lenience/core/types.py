@@ -17,6 +17,8 @@ from torch import Tensor
 
 Finish = Literal["eos", "stop", "length", "context"]
 Origin = Literal["draft", "draft-lenient", "draft-trusted", "correction", "bonus"]
+Alternatives = Sequence[tuple[int, float]]
+"""Tokens with their log-probabilities, the most probable first."""
 Draws = Literal["with-replacement", "without-replacement"]
 """Ways of drawing the sibling tokens of a tree."""
 
@@ -109,6 +111,12 @@ class Reading:
         """Return [B, W + 1]: the most probable token at each state."""
         return self.logits.argmax(-1)
 
+    def rows(self, which: Sequence[int]) -> Reading:
+        """Return the reading of the rows of these indices alone."""
+        rows = list(which)
+        counts = [self.tokens_read[b] for b in rows] if self.tokens_read else ()
+        return Reading(self.logits[rows], self.hidden[rows], counts)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -131,6 +139,8 @@ class Verdict:
     """Index of each drafted token's parent, see `Draft.parents`."""
     logprobs: Sequence[float] | None = None
     """Log-probabilities of the accepted tokens and of `next_token`, if requested."""
+    alternatives: Sequence[Alternatives] | None = None
+    """The target's most probable tokens in place of each of the same tokens, if requested."""
     read: bool = True
     """True if the target read the window."""
 
@@ -165,12 +175,14 @@ class Verdict:
 @dataclass(frozen=True)
 class Trace:
     """Origin of one new token. `score` is the judge's score of the drafted token at this position.
-    `logprob` is the log-probability that the target gave the token. Both are None if missing."""
+    `logprob` is the log-probability that the target gave the token, and `alternatives` are its most
+    probable tokens there. All are None if missing."""
 
     token: int
     origin: Origin
     score: float | None = None
     logprob: float | None = None
+    alternatives: Alternatives | None = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -92,7 +92,9 @@ def decode(
         read = read_windows(session, ctx, draft)
         verdicts = judge(session, drafter, rule, draft, read)
         for b, (request, verdict) in enumerate(zip(active, verdicts)):
-            step = _counted(request.response.clip(verdict), draft, read, b)
+            step = counted(
+                request.response.clip(verdict), draft, read.tokens_read, b
+            )
             request.row.keep(step)
             profile.add("rest")
             yield request, step
@@ -195,7 +197,10 @@ def _decide(session: Session, rule: Rule, read: Read) -> list[Verdict]:
     verdicts = decide(draft, reading, ctx)
     check_target(sound, verdicts, [row.prefix for row in ctx.rows], session.lm)
     if ctx.logprobs:
-        verdicts = [_with_logprobs(verdict, row) for verdict, row in zip(verdicts, raw)]
+        verdicts = [
+            _with_logprobs(verdict, row, ctx.alternatives)
+            for verdict, row in zip(verdicts, raw)
+        ]
     if not draft.bonus:
         verdicts = list(map(_without_bonus, verdicts))
     session.profile.add("rule")
@@ -244,9 +249,9 @@ def _without_bonus(verdict: Verdict) -> Verdict:
     return replace(verdict, next_token=None) if kept_whole else verdict
 
 
-def _with_logprobs(verdict: Verdict, logits: Tensor) -> Verdict:
+def _with_logprobs(verdict: Verdict, logits: Tensor, alternatives: int) -> Verdict:
     """Return the verdict with the log-probabilities of its tokens, from `logits` [W + 1, V] before
-    temperature and processors."""
+    temperature and processors, and with the most probable tokens at the same positions."""
     if verdict.next_token is None:
         return verdict
     # state 0 predicts the first token, and the state after a token predicts the next one
@@ -254,14 +259,20 @@ def _with_logprobs(verdict: Verdict, logits: Tensor) -> Verdict:
     tokens = [*(verdict.drafted[i] for i in verdict.path), verdict.next_token]
     logprobs = torch.log_softmax(logits[states].float(), -1)  # [k + 1, V]
     chosen = logprobs[torch.arange(len(tokens)), torch.tensor(tokens)]
-    return replace(verdict, logprobs=chosen.tolist())
+    verdict = replace(verdict, logprobs=chosen.tolist())
+    if not alternatives:
+        return verdict
+    best = logprobs.topk(min(alternatives, logprobs.shape[-1]))
+    ranked = zip(best.indices.tolist(), best.values.tolist())
+    return replace(verdict, alternatives=[list(zip(*pair)) for pair in ranked])
 
 
-def _counted(step: Step, draft: Draft, read: Read, b: int) -> Step:
-    """Return the step with the numbers of tokens and passes that row b took."""
+def counted(step: Step, draft: Draft, tokens_read: Sequence[int], b: int) -> Step:
+    """Return the step with the numbers of tokens and passes that row b took. `tokens_read` [B] are
+    the numbers of tokens that the target read."""
     return replace(
         step,
-        target_tokens=read.tokens_read[b],
+        target_tokens=tokens_read[b],
         draft_passes=draft.passes,
         draft_tokens=draft.tokens_read[b] if draft.tokens_read else 0,
     )

@@ -26,6 +26,8 @@ class Response:
     """True if steps carry their text. With stop strings they always do."""
     shown: int | None = None
     """Maximum number of new tokens in the answer; it may be below the limit of decoding."""
+    ignore_eos: bool = False
+    """True if the answer continues after an EOS."""
     new: int = 0
     finish: Finish | None = None
 
@@ -53,11 +55,15 @@ class Response:
             self.new += 1
             entry = self._forced(entry)
             trace.append(entry)
-            text += self._text.push(entry.token) if self._text else ""
+            if self._text and self.stop_strings:  # one may end the answer here
+                text += self._text.push(entry.token)
             self.finish = self._ending(entry.token)
             if self.finish:
-                text += self._text.flush() if self._text else ""
                 break
+        if self._text and not self.stop_strings:
+            text = self._text.push(*(entry.token for entry in trace))
+        if self._text and self.finish:
+            text += self._text.flush()
         drafted = sum(entry.origin.startswith("draft") for entry in trace)
         # tokens past the end are not counted
         counted = drafted if self.finish else len(verdict.drafted)
@@ -83,7 +89,7 @@ class Response:
 
     def _ending(self, token: int) -> Finish | None:
         """Return the reason why the response ends with a token; None if it continues."""
-        if token in self.lm.eos_ids:
+        if token in self.lm.eos_ids and not self.ignore_eos:
             return "eos"
         if self._text and self._text.stopped:
             return "stop"
@@ -120,18 +126,19 @@ def _entries(verdict: Verdict) -> list[Trace]:
     """Return the trace of the tokens that a verdict keeps."""
     lenient: Origin = "draft-lenient" if verdict.read else "draft-trusted"
     entries = []
-    logprobs: Sequence[float | None] = verdict.logprobs or [None] * (
-        len(verdict.path) + 1
-    )
-    for i, logprob in zip(verdict.path, logprobs):
+    nothing = [None] * (len(verdict.path) + 1)
+    told = list(zip(verdict.logprobs or nothing, verdict.alternatives or nothing))
+    for i, of_target in zip(verdict.path, told):
         origin: Origin = "draft" if verdict.exact[i] else lenient
-        entries.append(Trace(verdict.drafted[i], origin, verdict.scores[i], logprob))
+        entries.append(
+            Trace(verdict.drafted[i], origin, verdict.scores[i], *of_target)
+        )
     if verdict.next_token is None:
         return entries
     if verdict.rejected is None:
-        return [*entries, Trace(verdict.next_token, "bonus", None, logprobs[-1])]
+        return [*entries, Trace(verdict.next_token, "bonus", None, *told[-1])]
     score = verdict.scores[verdict.rejected]
-    return [*entries, Trace(verdict.next_token, "correction", score, logprobs[-1])]
+    return [*entries, Trace(verdict.next_token, "correction", score, *told[-1])]
 
 
 class TextStream:
@@ -150,15 +157,17 @@ class TextStream:
         self._done = ""  # text so far of the ids from _start on
         self._held = ""
 
-    def push(self, token: int) -> str:
-        """Return the new text that is certain after one more token."""
-        if token in self._stop_ids:
+    def push(self, *tokens: int) -> str:
+        """Return the new text that is certain after further tokens; with stop strings, after one
+        token."""
+        if self._stop_ids and self._stop_ids.intersection(tokens):
             rest = self.flush()
             self.stopped = True
             return rest
-        if token in self.lm.eos_ids:
+        shown = [token for token in tokens if token not in self.lm.eos_ids]
+        if not shown:
             return ""
-        self._ids.append(token)
+        self._ids += shown
         whole = self.lm.decode(self._ids[self._start :])
         if whole.endswith("�"):
             return ""

@@ -278,6 +278,9 @@ class ModelDrafter(Drafter):
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)
 
+    def copy(self, source: int, to: int) -> None:
+        self.session.copy(source, to)
+
 
 class TreeDrafter(Drafter):
     """A drafter of trees with a model of the target's vocabulary, one pass per level. Tokens are
@@ -310,6 +313,9 @@ class TreeDrafter(Drafter):
 
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)
+
+    def copy(self, source: int, to: int) -> None:
+        self.session.copy(source, to)
 
 
 class _Reader:

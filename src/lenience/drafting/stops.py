@@ -168,7 +168,7 @@ class Confidence(ThresholdStop):
     def acceptance_probs(
         self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
-        return torch.softmax(_at_temperature(logits, ctx), -1).gather(
+        return torch.softmax(ctx.tempered(logits), -1).gather(
             2, tokens[..., None]
         )[..., 0]
 
@@ -184,7 +184,7 @@ class Fallback(ThresholdStop):
     def acceptance_probs(
         self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
-        return torch.softmax(_at_temperature(logits, ctx), -1).amax(-1)
+        return torch.softmax(ctx.tempered(logits), -1).amax(-1)
 
 
 class _Adapted(NamedTuple):
@@ -237,7 +237,7 @@ class Entropy(ThresholdStop):
     def acceptance_probs(
         self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
-        logs = torch.log_softmax(_at_temperature(logits, ctx), -1)
+        logs = torch.log_softmax(ctx.tempered(logits), -1)
         finite = logs.clamp(min=torch.finfo(logs.dtype).min)  # 0 · log 0 is 0
         entropy = -(logs.exp() * finite).sum(-1)  # nats
         return 1 - (self.gamma * entropy).sqrt()
@@ -322,7 +322,3 @@ class Gate(Scored):
 
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         return probs < self.bound
-
-
-def _at_temperature(logits: Tensor, ctx: Context) -> Tensor:
-    return logits.float() / (ctx.temperature or 1)

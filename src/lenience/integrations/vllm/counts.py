@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lenience.integrations.vllm.served_rule import KEY
+from lenience.serving.dial import KEY
 
 
 @dataclass

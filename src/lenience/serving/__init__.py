@@ -1,0 +1,1 @@
+"""Serving: continuous batching behind OpenAI's API, with a dial for leniency."""
