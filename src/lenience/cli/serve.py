@@ -74,7 +74,14 @@ def serve(
         Run folder whose models are used unless flags name others. certified:RUN implies it.
     """
     _check_installed()
+    from lenience.runs.certificate import is_certified
+    from lenience.serving.dial import holding_certificate
+
     options = given(flags)
+    if is_certified(options.get("rule")):
+        holding_certificate(
+            options["rule"]
+        )  # a server never falls back to another rule
     models = models_for(options, run, models)
     models.refuse_vllm("serve")
     key = None if api_key_file is None else _key(api_key_file)
@@ -98,7 +105,9 @@ def serve(
         f"serving {service.name}, rule {rule}, {max_rows} rows of up to {service.context} tokens"
     )
     if key is None and not _is_loopback(host):
-        say(f"anyone who reaches {host}:{port} may use it; --api-key-file asks for a key")
+        say(
+            f"anyone who reaches {host}:{port} may use it; --api-key-file asks for a key"
+        )
     _listen(app, host, port)
 
 
@@ -114,7 +123,9 @@ def _config(
     from lenience.serving.dial import ANY
     from lenience.serving.service import ServeConfig
 
-    rules: list[Any] = [Decoder.of({"rule": rule}).rule for rule in allow if rule != ANY]
+    rules: list[Any] = [
+        Decoder.of({"rule": rule}).rule for rule in allow if rule != ANY
+    ]
     return ServeConfig(
         max_rows=max_rows,
         max_queue=max_queue,
@@ -154,7 +165,9 @@ def _key(path: Path) -> str:
         raise InputError(f"--api-key-file {path}: {error}") from None
     key = (text.splitlines() or [""])[0].strip()
     if not key:
-        raise InputError(f"--api-key-file {path}: its first line is empty; write the key there")
+        raise InputError(
+            f"--api-key-file {path}: its first line is empty; write the key there"
+        )
     return key
 
 
@@ -183,9 +196,13 @@ def _listen(app: Any, host: str, port: int) -> None:
     try:
         socket = config.bind_socket()
     except SystemExit:  # uvicorn has logged the reason
-        raise RunError(f"{host}:{port}: cannot listen there; give another --port") from None
+        raise RunError(
+            f"{host}:{port}: cannot listen there; give another --port"
+        ) from None
     with socket:
         bound = socket.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
-        say(f"http://{shown}:{bound} (live page), http://{shown}:{bound}/v1 (OpenAI's API)")
+        say(
+            f"http://{shown}:{bound} (live page), http://{shown}:{bound}/v1 (OpenAI's API)"
+        )
         server.run(sockets=[socket])

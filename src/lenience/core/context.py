@@ -69,7 +69,6 @@ class Context:
     top_k: int | None = None
     top_p: float | None = None
     processors: LogitsProcessorList | None = None
-    """Logits processors; in a mixed batch those of any row, and None only if no row has any."""
     decode: Callable[[Sequence[int]], str] | None = None
     """Function that returns the text of tokens, including special tokens."""
     token_mask: Callable[[str], Tensor] | None = None
@@ -95,6 +94,13 @@ class Context:
     def is_mixed(self) -> bool:
         """Return True if rows name sampling parameters of their own."""
         return not self.is_group and any(row.sampling for row in self.rows)
+
+    @property
+    def processes(self) -> bool:
+        """Return True if logits processors apply to any row."""
+        if self.is_mixed:
+            return any(ctx.processes for _, ctx in self.groups())
+        return bool(self.processors)
 
     @property
     def greedy(self) -> bool:
@@ -147,12 +153,13 @@ class Context:
     def process(self, logits: Tensor, ahead: Tensor) -> Tensor:
         """Apply the model's logits processors to `logits` [B, m, V]. The last of the m positions
         follows the row's prefix and all of its `ahead` tokens [B, a]."""
-        if not self.processors:
+        if not self.processes:
             return logits
         if self.is_mixed:
             return self._by_group(
                 lambda ctx, rows: ctx.process(logits[rows], ahead[rows]).float()
             )
+        assert self.processors
         m = logits.shape[1]
         done = []
         for row, tokens, scores in zip(self.rows, ahead.tolist(), logits.float()):

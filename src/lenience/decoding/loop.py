@@ -92,9 +92,7 @@ def decode(
         read = read_windows(session, ctx, draft)
         verdicts = judge(session, drafter, rule, draft, read)
         for b, (request, verdict) in enumerate(zip(active, verdicts)):
-            step = counted(
-                request.response.clip(verdict), draft, read.tokens_read, b
-            )
+            step = counted(request.response.clip(verdict), draft, read.tokens_read, b)
             request.row.keep(step)
             profile.add("rest")
             yield request, step
@@ -190,7 +188,7 @@ def _decide(session: Session, rule: Rule, read: Read) -> list[Verdict]:
     assert reading is not None
     raw = reading.logits
     sound = to_host_async(have_finite_max(reading.logits))
-    if ctx.processors and draft.parents is None:
+    if ctx.processes and draft.parents is None:
         reading = replace(reading, logits=ctx.process(raw, draft.tokens))
     session.profile.add("rest")
     decide = rule if draft.parents is None else partial(judge_trees, rule)

@@ -130,9 +130,7 @@ def _entries(verdict: Verdict) -> list[Trace]:
     told = list(zip(verdict.logprobs or nothing, verdict.alternatives or nothing))
     for i, of_target in zip(verdict.path, told):
         origin: Origin = "draft" if verdict.exact[i] else lenient
-        entries.append(
-            Trace(verdict.drafted[i], origin, verdict.scores[i], *of_target)
-        )
+        entries.append(Trace(verdict.drafted[i], origin, verdict.scores[i], *of_target))
     if verdict.next_token is None:
         return entries
     if verdict.rejected is None:

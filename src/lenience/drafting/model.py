@@ -169,7 +169,7 @@ class ModelDrafter(Drafter):
     def _reads_on(self, ctx: Context) -> bool:
         """Return True if each drafted token is the model's most probable token."""
         fits = self.session.lm.vocab_size <= self.target.vocab_size
-        return ctx.greedy and not ctx.processors and fits
+        return ctx.greedy and not ctx.processes and fits
 
     def _unseen(self, ctx: Context) -> bool:
         """Return True if whole windows are drafted without checking tokens on the host."""
@@ -351,7 +351,7 @@ class _Reader:
     def _processed(self, logits: Tensor, n: int) -> Tensor:
         """Return the logits after the model's logits processors, each applied to the token's own
         path."""
-        if not self.ctx.processors:
+        if not self.ctx.processes:
             return logits
         ctx = replace(self.ctx, rows=[row for row in self.ctx.rows for _ in range(n)])
         ahead = []

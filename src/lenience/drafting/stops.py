@@ -168,9 +168,9 @@ class Confidence(ThresholdStop):
     def acceptance_probs(
         self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
-        return torch.softmax(ctx.tempered(logits), -1).gather(
-            2, tokens[..., None]
-        )[..., 0]
+        return torch.softmax(ctx.tempered(logits), -1).gather(2, tokens[..., None])[
+            ..., 0
+        ]
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,9 @@ class Reply:
         told: dict[str, Any] = {
             "index": choice.index,
             "finish_reason": choice.reason if step.finish else None,
-            "logprobs": self._logprobs(choice, step.trace, len(choice.text) - len(step.text)),
+            "logprobs": self._logprobs(
+                choice, step.trace, len(choice.text) - len(step.text)
+            ),
         }
         if self.chat:
             told["delta"] = {"content": step.text}

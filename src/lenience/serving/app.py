@@ -97,7 +97,9 @@ class Guard:
             given = headers.get(b"authorization", b"")
             wanted = f"Bearer {self.api_key}".encode()
             if not hmac.compare_digest(given, wanted):
-                error = ApiError(401, "the API key is missing or wrong; send it as Bearer")
+                error = ApiError(
+                    401, "the API key is missing or wrong; send it as Bearer"
+                )
         length = headers.get(b"content-length", b"0")
         if error is None and length.isdigit() and int(length) > LARGEST_BODY:
             error = _too_large()
@@ -112,8 +114,8 @@ def _too_large() -> ApiError:
 
 
 def _limited(receive: Receive) -> Receive:
-    """Return a function that receives messages, and raises ApiError for a body that is too
-    large."""
+    """Return a function that receives messages, and raises HTTPException for a body that is
+    too large."""
     size = 0
 
     async def limited() -> Message:
@@ -121,7 +123,8 @@ def _limited(receive: Receive) -> Receive:
         message = await receive()
         size += len(message.get("body", b""))
         if size > LARGEST_BODY:
-            raise _too_large()
+            error = _too_large()
+            raise HTTPException(error.status, str(error))
         return message
 
     return limited
@@ -439,7 +442,9 @@ class Server:
         html = await run_in_threadpool(
             live_page, self.service, bool(self.api_key), nonce
         )
-        only = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
+        only = (
+            f"default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
+        )
         policy = f"{only}; connect-src 'self'; base-uri 'none'; frame-ancestors 'none'"
         return HTMLResponse(html, headers={"Content-Security-Policy": policy})
 
@@ -452,7 +457,9 @@ class Server:
         for name in dict.fromkeys(asked.columns):
             dial = asked.lenience if name == "lenient" else None
             work = partial(self.service.racer, name, ids, most, dial)
-            columns.append(RaceColumn(name, await self._tried(work, "lenience"), self.lm))
+            columns.append(
+                RaceColumn(name, await self._tried(work, "lenience"), self.lm)
+            )
         box = _Mailbox.here()
         jobs = [column.job for column in columns]
         try:
@@ -518,7 +525,9 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-def make_app(service: Service, api_key: str | None = None, host: str = "127.0.0.1") -> FastAPI:
+def make_app(
+    service: Service, api_key: str | None = None, host: str = "127.0.0.1"
+) -> FastAPI:
     """Return the application of a service. On a loopback `host`, requests that name another host
     are refused, so that no web page reaches the server through a name of its own."""
     server = Server(service, api_key)
@@ -590,4 +599,3 @@ def _field_of(problem: dict[str, Any]) -> str | None:
     told = problem.get("ctx", {}).get("field")
     places = [str(place) for place in problem["loc"] if place != "body"]
     return told or (places[0] if places else None)
-

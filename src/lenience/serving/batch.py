@@ -192,15 +192,10 @@ class Batch:
 
     def _context(self, jobs: Sequence[Job]) -> Context:
         rows = [job.row for job in jobs]
-        processors = self._ctx.processors
-        for row in rows:
-            if row.sampling and row.sampling.processors:
-                processors = row.sampling.processors
         asked = [job.alternatives for job in jobs if job.alternatives is not None]
         return replace(
             self._ctx,
             rows=rows,
-            processors=processors,
             logprobs=bool(asked),
             alternatives=max(asked, default=0),
         )
@@ -209,15 +204,16 @@ class Batch:
         """Give free rows to new requests, in order, and read at most a part's tokens of their
         prompts beforehand. What is left of a prompt is read with the request's first window."""
         left = self._part
+        admitted = list[Job]()
         while left and len(self.running) < self.size:
-            if self._reading is None:
-                job = next_job()
-                if job is None:
-                    return
-                self._reading = job
-                self._begin(job, len(self.running))
-            job = self._reading
+            self._reading = job = self._reading or next_job()
+            if job is None:
+                return
             at = len(self.running)
+            if not job.started:
+                if self._should_wait(job, admitted):
+                    return
+                self._begin(job, at)
             held = self._session.held(at, job.prompt)
             unread = len(job.prompt) - held
             if unread > left:
@@ -227,13 +223,25 @@ class Batch:
             left -= unread
             self._reading = None
             self.running.append(job)
+            admitted.append(job)
+
+    def _should_wait(self, job: Job, admitted: list[Job]) -> bool:
+        """Return True if a request shares more tokens with one that was just admitted, and not yet
+        read, than with any row: after the next cycle it can reuse them."""
+        coming = [common(other.prompt, job.prompt) for other in admitted]
+        return max(coming, default=0) >= self._shared(job)[0] + LEAST_COPIED
+
+    def _shared(self, job: Job) -> tuple[int, int]:
+        """Return the length of the longest prefix of a request that a row holds, and the row."""
+        shared = [common(tokens, job.prompt) for tokens in self._session.tokens()]
+        best = max(range(len(shared)), key=shared.__getitem__)
+        return shared[best], best
 
     def _begin(self, job: Job, at: int) -> None:
         """Give row `at` to a request, with the longest prefix that any row holds."""
         job.started = time.perf_counter()
-        shared = [common(tokens, job.prompt) for tokens in self._session.tokens()]
-        best = max(range(len(shared)), key=shared.__getitem__)
-        if shared[best] < shared[at] + LEAST_COPIED:
+        longest, best = self._shared(job)
+        if longest < common(self._session.tokens()[at], job.prompt) + LEAST_COPIED:
             best = at
         if at >= len(self.running):
             self._keep_elsewhere(at, best)
@@ -271,20 +279,19 @@ class Batch:
                 self.running[b] = job
                 continue
             self._release(b)
-            if job is not None:
-                self._reading = job
-                self._begin(job, len(self.running))
+            self._reading = self._reading or job
 
     def _release(self, b: int) -> None:
         """Free the row of a finished request, and close the gap. Its tokens are kept in another
-        free row."""
+        free row, unless its own stays free."""
         last = len(self.running) - 1
+        self._touch(b)
         first_free = len(self.running) + (self._reading is not None)
         free = range(first_free, self.size + 1)
-        if free:
+        if free and (b != last or self._reading):
             kept = min(free, key=self._used.__getitem__)
             self._copy(b, kept)
-            self._touch(kept)
+            self._used[kept] = self._used[b]
         if b != last:
             self._move(last, b)
             self.running[b] = self.running[last]

@@ -118,12 +118,19 @@ def _is_allowed(service: Service, dial: str) -> bool:
 
 def told_apart(numbers: Sequence[float]) -> list[str]:
     """Return numbers with as few digits as tell them apart, and from 1."""
+    return [
+        _shortest(number, [n for n in numbers if n != number]) for number in numbers
+    ]
+
+
+def _shortest(number: float, others: Sequence[float]) -> str:
+    """Return a number with the fewest digits that no other number and not 1 would have."""
     for digits in range(3, 17):
-        texts = [f"{number:.{digits}g}" for number in numbers]
-        distinct = len(set(texts)) == len(set(numbers))
-        if distinct and all(float(t) != 1 or n == 1 for t, n in zip(texts, numbers)):
-            return texts
-    return [repr(number) for number in numbers]
+        text = f"{number:.{digits}g}"
+        taken = {f"{other:.{digits}g}" for other in (1.0, *others) if other != number}
+        if text not in taken:
+            return text
+    return repr(number)
 
 
 def live_page(service: Service, needs_key: bool, nonce: str) -> str:

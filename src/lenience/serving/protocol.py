@@ -142,8 +142,9 @@ class _Asked(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        stop = self.stop or ()
-        return (stop,) if isinstance(stop, str) else tuple(stop)
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def options(self) -> dict[str, Any]:
         """Return the options of decoding that the request gives, except the number of tokens."""
@@ -165,11 +166,10 @@ class Completion(_Asked):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each as text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+        given: Any = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return [given]
+        return list(given)
 
     @property
     def alternatives(self) -> int | None:

@@ -79,14 +79,12 @@ class Penalties:
         """Return the logits processors, in vLLM's order."""
         found: list[Any] = []
         if self.bias:
-            biases = {(token,): bias for token, bias in self.bias.items()}
+            biases: Any = {(token,): bias for token, bias in self.bias.items()}
             found.append(SequenceBiasLogitsProcessor(biases))
         if self.repetition != 1.0:
             found.append(RepetitionPenaltyLogitsProcessor(self.repetition))
         if self.presence or self.frequency:
-            found.append(
-                CountPenalty(prompt_length, self.presence, self.frequency)
-            )
+            found.append(CountPenalty(prompt_length, self.presence, self.frequency))
         return found
 
 
@@ -283,7 +281,9 @@ class Service:
                     raise
                 context //= 2
 
-    def _new_batch(self, decoder: Decoder, context: int, rows: int | None = None) -> Batch:
+    def _new_batch(
+        self, decoder: Decoder, context: int, rows: int | None = None
+    ) -> Batch:
         rows = self.config.max_rows if rows is None else rows
         return Batch(self.pair, decoder, self.rule, rows, context)
 
@@ -337,4 +337,3 @@ def _check(pair: Pair, decoder: Decoder, dial: Dial) -> None:
     for rule in dial.rules:
         bound = decoder.bound_to if rule == decoder.rule else None
         pair.check(replace(decoder, rule=rule, bound_to=bound))
-

@@ -39,7 +39,7 @@ def judge_trees(
     ctx = replace(ctx, rows=[ctx.rows[path.row] for path in flat], on_trees=True)
     windows = _windows(draft, flat)
     readings = _readings(reading, flat)
-    if ctx.processors:
+    if ctx.processes:
         readings = replace(
             readings, logits=ctx.process(readings.logits, windows.tokens)
         )

@@ -32,10 +32,10 @@ from lenience.integrations.vllm.checks import (
     needs_draft_probs,
     vllm_version,
 )
-from lenience.serving.dial import ANY, KEY
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM
 from lenience.models.prompts import Prompt
+from lenience.serving.dial import ANY, KEY
 
 T = TypeVar("T")
 OF_PAIR = (
