@@ -24,7 +24,8 @@ BORDER = (
     "decoding/decoder.py",  # keywords, settings and JSON
     "rules/parsing.py",
     "rules/settings.py",  # what names of rules stand for
-    "integrations/vllm/served_rule.py",  # vLLM's configuration and requests
+    "integrations/vllm/served_rule.py",  # vLLM's configuration
+    "serving/dial.py",  # a request's rule
 )
 """Files in which a spec may be read."""
 
@@ -103,4 +104,5 @@ def test_a_certified_decoder_with_another_option_is_certified_no_longer() -> Non
 
 def test_a_row_has_one_open_place() -> None:
     fields = {"noise", "prefix", "position", "ahead", "last", "lenient", "memory"}
+    fields.add("sampling")  # what the request asked for, not state of a part
     assert set(Row.__dataclass_fields__) == fields

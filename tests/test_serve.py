@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import json
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +23,12 @@ import torch
 import uvicorn
 from conftest import VOCABULARY
 from test_certify import Echo, certify, question
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from lenience.cli import main
+from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
+from lenience.core.noise import Noise
 from lenience.core.types import Step
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
@@ -32,6 +38,7 @@ from lenience.serving.app import LARGEST_BODY, make_app
 from lenience.serving.batch import Batch, Job, RuleOfRow
 from lenience.serving.service import CountPenalty, Penalties, ServeConfig, Service
 from lenience.serving.worker import Busy, Lane, Worker
+from lenience.tasks import WordMath
 
 URL = "http://127.0.0.1"
 
@@ -612,6 +619,88 @@ def test_a_batch_that_cannot_be_made_fails_those_who_wait() -> None:
     worker.close(1)
 
 
+def test_rows_of_a_mixed_batch_are_as_alone() -> None:
+    """Draws, distributions and noise of each row by its own parameters."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(4, 2, VOCABULARY, generator=generator) * 3
+    penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.7)])
+    own = [
+        None,
+        Context(temperature=0.7, top_k=5, draft_temperature=0.2),
+        Context(temperature=1.4, fresh_noise_per_window=True),
+        Context(processors=penalty),
+    ]
+    rows = [
+        Row(Noise.for_prompt(b, [b]), [b, 5, 6], position=2, sampling=context)
+        for b, context in enumerate(own)
+    ]
+    batch = Context(rows=rows, temperature=0.3)
+    ahead = torch.tensor([[1, 2]] * 4)
+    for mixed, alone in (
+        (batch, lambda ctx: ctx),
+        (batch.drafting(), lambda ctx: ctx.drafting()),
+    ):
+        assert not mixed.greedy and mixed.processes
+        found = {
+            "process": mixed.process(logits, ahead),
+            "probs": mixed.probs(logits),
+            "log_probs": mixed.log_probs(logits),
+            "draw": mixed.draw(logits, 1),
+            "noise": mixed.noise_keys(3, "accept", 1),
+        }
+        for b, row in enumerate(rows):
+            like = own[b] or Context(temperature=0.3)
+            ctx = alone(replace(like, rows=[replace(row, sampling=None)]))
+            some = logits[b : b + 1]
+            wanted = {
+                "process": ctx.process(some, ahead[b : b + 1]),
+                "probs": ctx.probs(some),
+                "log_probs": ctx.log_probs(some),
+                "draw": ctx.draw(some, 1),
+                "noise": ctx.noise_keys(3, "accept", 1),
+            }
+            for name, value in wanted.items():
+                assert torch.equal(found[name][b], value[0]), (name, b)
+
+
+@pytest.mark.slow
+def test_sigterm_ends_running_answers_and_the_process(tmp_path: Path) -> None:
+    """The command itself on the built-in pair: the running answer is finished."""
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    argv = [sys.executable, "-m", "lenience", "serve", "--port", "0", "--no-compile"]
+    with subprocess.Popen(
+        [*argv, "--api-key-file", str(key)], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr
+        line = next(line for line in process.stderr if "http://" in line)
+        url = line.split()[0]
+        prompt = str(next(iter(WordMath().samples("test"))).prompt)
+        body = {"prompt": prompt, "max_tokens": 400, "stream": True, "ignore_eos": True}
+        headers = {"Authorization": "Bearer secret"}
+        with httpx2.stream(
+            "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60
+        ) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert "data: [DONE]" in rest[-2:]
+        last = json.loads([line for line in rest if line.startswith("data: {")][-1][6:])
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert process.wait(30) == 0
+
+
+def test_a_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve"])
+    assert ended.value.code == 2
+    assert "lenience[serve]" in capsys.readouterr().err
+
+
 class Alone:
     """A batch without a server."""
 
@@ -715,6 +804,7 @@ def test_every_kind_of_drafter_serves(llama: Pair, options: dict[str, Any]) -> N
     ("options", "config", "said"),
     [
         ({"window": "auto"}, {}, "window auto"),
+        ({"rule": "target"}, {}, "rule target: decodes without a window"),
         ({}, {"context": 10**7}, "has room for"),
         ({}, {"max_rows": 0}, "max_rows 0"),
         ({}, {"allow": ("judge:nowhere@0.5",)}, "nowhere"),

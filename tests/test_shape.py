@@ -27,6 +27,7 @@ ORDER = [
     ["drafting"],
     ["decoding"],
     ["runs"],
+    ["serving"],
     ["integrations"],
     ["mining", "evaluation"],
     ["training"],

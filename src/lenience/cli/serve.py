@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import signal
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +17,6 @@ from lenience.cli.options import ServeDecoding, decoder_of, given, needs_draft
 from lenience.core.errors import InputError, RunError
 
 if TYPE_CHECKING:
-    from lenience.decoding.decoder import Decoder
     from lenience.serving.service import ServeConfig
 
 GRACE = 30
@@ -29,17 +30,76 @@ BUILT_IN_STRICT = "exact; drafter=medusa; window=4"
 """The fastest strict setting of the published results on the built-in pair."""
 
 
+@Parameter(name="*")
+@dataclass
+class ServerFlags:
+    host: str = "127.0.0.1"
+    """Address to listen on. Other machines reach the server only on another address than the
+    default."""
+    port: int = 8000
+    """Port to listen on; 0 picks a free one."""
+    allow: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
+    """Rule that a request may choose although it is more lenient than --rule; may be repeated. '*'
+    allows any."""
+    strict: str | None = None
+    """Setting of the live page's strict column, such as 'exact; drafter=ngram; window=4'. Default:
+    the server's, with the rule exact."""
+    max_rows: int = 16
+    """Maximum number of requests decoded at once."""
+    max_queue: int = 256
+    """Maximum number of waiting requests; further ones get status 429."""
+    context: int | None = None
+    """Maximum number of tokens of a prompt with its answer. Default: the models' context, or what
+    memory has room for."""
+    model_name: str | None = None
+    """Name of the model in the API. Default: the target's."""
+    api_key_file: Path | None = None
+    """File whose first line is the key that requests must send as Bearer."""
+
+    def config(self) -> ServeConfig:
+        """Return the settings of the server. Raises InputError for wrong ones."""
+        from lenience.decoding.decoder import Decoder
+        from lenience.serving.dial import ANY
+        from lenience.serving.service import ServeConfig
+
+        rules: list[Any] = [
+            Decoder.of({"rule": rule}).rule for rule in self.allow if rule != ANY
+        ]
+        return ServeConfig(
+            max_rows=self.max_rows,
+            max_queue=self.max_queue,
+            context=self.context,
+            name=self.model_name,
+            allow=tuple(rules),
+            allow_any=ANY in self.allow,
+            strict=None if self.strict is None else Decoder.parse(self.strict),
+        )
+
+    def key(self) -> str | None:
+        """Return the API key; None without a file."""
+        path = self.api_key_file
+        if path is None:
+            return None
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--api-key-file {path}: {error}") from None
+        key = (text.splitlines() or [""])[0].strip()
+        if not key:
+            raise InputError(
+                f"--api-key-file {path}: its first line is empty; write the key there"
+            )
+        return key
+
+    def of_built_in(self) -> ServerFlags:
+        """Return the flags with the defaults of the built-in pair."""
+        allow = self.allow or BUILT_IN_ALLOW
+        return replace(self, allow=allow, strict=self.strict or BUILT_IN_STRICT)
+
+
 def serve(
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    allow: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
-    strict: str | None = None,
-    max_rows: int = 16,
-    max_queue: int = 256,
-    context: int | None = None,
-    model_name: str | None = None,
-    api_key_file: Path | None = None,
+    server: ServerFlags | None = None,
     run: Path | None = None,
     flags: ServeDecoding | None = None,
     models: Models | None = None,
@@ -48,28 +108,6 @@ def serve(
 
     Parameters
     ----------
-    host
-        Address to listen on. Other machines reach the server only on another address than the
-        default.
-    port
-        Port to listen on; 0 picks a free one.
-    allow
-        Rule that a request may choose although it is more lenient than --rule; may be repeated.
-        '*' allows any.
-    strict
-        Setting of the live page's strict column, such as 'exact; drafter=ngram; window=4'. Default:
-        the server's, with the rule exact.
-    max_rows
-        Maximum number of requests decoded at once.
-    max_queue
-        Maximum number of waiting requests; further ones get status 429.
-    context
-        Maximum number of tokens of a prompt with its answer. Default: the models' context, or what
-        memory has room for.
-    model_name
-        Name of the model in the API. Default: the target's.
-    api_key_file
-        File whose first line is the key that requests must send as Bearer.
     run
         Run folder whose models are used unless flags name others. certified:RUN implies it.
     """
@@ -77,6 +115,7 @@ def serve(
     from lenience.runs.certificate import is_certified
     from lenience.serving.dial import holding_certificate
 
+    server = server or ServerFlags()
     options = given(flags)
     if is_certified(options.get("rule")):
         holding_certificate(
@@ -84,67 +123,34 @@ def serve(
         )  # a server never falls back to another rule
     models = models_for(options, run, models)
     models.refuse_vllm("serve")
-    key = None if api_key_file is None else _key(api_key_file)
-    built_in = models.target is None and not options
-    if built_in:
+    if models.target is None and not options:
         options = dict(BUILT_IN)
-        allow = allow or BUILT_IN_ALLOW
-        strict = strict or BUILT_IN_STRICT
+        server = server.of_built_in()
+    _serve(server, options, models)
+
+
+def _serve(server: ServerFlags, options: dict[str, Any], models: Models) -> None:
+    """Load the pair and answer requests until a signal."""
+    key = server.key()
+    config = server.config()
     decoder = decoder_of(options)
-    wants_draft = needs_draft(decoder) or _names_draft(strict)
+    wants_draft = needs_draft(decoder) or (
+        config.strict is not None and needs_draft(config.strict)
+    )
     pair = models.load(needs_draft=wants_draft, tokens=MANY)
     with loading():
         from lenience.serving.app import make_app
         from lenience.serving.service import Service
 
-        config = _config(allow, strict, max_rows, max_queue, context, model_name)
         service = Service(pair, decoder, config)
-        app = make_app(service, key, host)
+        app = make_app(service, key, server.host)
     rule = decoder.bound_to.source if decoder.bound_to else decoder.rule
-    say(
-        f"serving {service.name}, rule {rule}, {max_rows} rows of up to {service.context} tokens"
-    )
-    if key is None and not _is_loopback(host):
-        say(
-            f"anyone who reaches {host}:{port} may use it; --api-key-file asks for a key"
-        )
-    _listen(app, host, port)
-
-
-def _config(
-    allow: tuple[str, ...],
-    strict: str | None,
-    max_rows: int,
-    max_queue: int,
-    context: int | None,
-    name: str | None,
-) -> ServeConfig:
-    from lenience.decoding.decoder import Decoder
-    from lenience.serving.dial import ANY
-    from lenience.serving.service import ServeConfig
-
-    rules: list[Any] = [
-        Decoder.of({"rule": rule}).rule for rule in allow if rule != ANY
-    ]
-    return ServeConfig(
-        max_rows=max_rows,
-        max_queue=max_queue,
-        context=context,
-        name=name,
-        allow=tuple(rules),
-        allow_any=ANY in allow,
-        strict=None if strict is None else Decoder.parse(strict),
-    )
-
-
-def _names_draft(strict: str | None) -> bool:
-    """Return True if the setting of the strict column needs a draft model."""
-    if strict is None:
-        return False
-    from lenience.decoding.decoder import Decoder
-
-    decoder: Decoder = Decoder.parse(strict)
-    return needs_draft(decoder)
+    room = f"{config.max_rows} rows of up to {service.context} tokens"
+    say(f"serving {service.name}, rule {rule}, {room}")
+    if key is None and not _is_loopback(server.host):
+        where = f"{server.host}:{server.port}"
+        say(f"anyone who reaches {where} may use it; --api-key-file asks for a key")
+    _listen(app, server.host, server.port)
 
 
 def _check_installed() -> None:
@@ -156,19 +162,6 @@ def _check_installed() -> None:
         raise InputError(
             f"serve: needs {error.name}; install the extra: pip install 'lenience[serve]'"
         ) from None
-
-
-def _key(path: Path) -> str:
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--api-key-file {path}: {error}") from None
-    key = (text.splitlines() or [""])[0].strip()
-    if not key:
-        raise InputError(
-            f"--api-key-file {path}: its first line is empty; write the key there"
-        )
-    return key
 
 
 def _is_loopback(host: str) -> bool:
@@ -205,4 +198,7 @@ def _listen(app: Any, host: str, port: int) -> None:
         say(
             f"http://{shown}:{bound} (live page), http://{shown}:{bound}/v1 (OpenAI's API)"
         )
+        # uvicorn raises the signal again after it has shut down
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
         server.run(sockets=[socket])

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, Template
+from jinja2 import Template
 
 from lenience.core.files import write_text
+from lenience.core.templates import ORIGINS, read_template
 from lenience.evaluation.advice import recommended
 from lenience.evaluation.names import NamedRow, alike, named, setting_name, short, why
 from lenience.evaluation.plots import as_svg, no_figures, plot, rungs
@@ -17,13 +18,6 @@ from lenience.rules.parsing import terms
 from lenience.runs.answers import Answer
 from lenience.runs.certificate import Certificate, Certified
 
-ORIGINS = {
-    "draft": "a drafted token that the target agrees with",
-    "draft-lenient": "a drafted token, accepted although the target picks another",
-    "draft-trusted": "a drafted token, accepted by the gate without verification",
-    "correction": "the target's token in place of a rejected one",
-    "bonus": "the target's token after a fully accepted window",
-}
 FIGURES = (
     "accuracy", "paired_loss", "tokens_per_pass", "tokens_per_second", "seconds_per_correct",
     "share_of_cap",
@@ -70,12 +64,8 @@ def _rungs(certificate: Certificate) -> str:
 
 
 def template(name: str) -> Template:
-    """Return a page template of the package by its file name."""
-    loader = PackageLoader("lenience", "templates")
-    pages = name.endswith(".html")
-    environment = Environment(loader=loader, autoescape=pages, trim_blocks=True)
-    environment.filters |= {"short": short, "setting": setting_name, "why": why}
-    return environment.get_template(name)
+    """Return a page template of the package, with the filters that reports use."""
+    return read_template(name, short=short, setting=setting_name, why=why)
 
 
 def example(

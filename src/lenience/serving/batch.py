@@ -1,5 +1,4 @@
-"""Continuous batching: requests enter and leave a batch between cycles, each with its own
-decoder."""
+"""Continuous batching: requests enter and leave a batch between cycles."""
 
 from __future__ import annotations
 
@@ -113,7 +112,14 @@ class Job:
             ignore_eos=ignore_eos,
         )
         answer = decoder.answer(prompt, int(decoder.window), 0)
-        return cls(decoder, prompt, row, response, answer, alternatives)
+        return cls(
+            decoder,
+            prompt,
+            row=row,
+            response=response,
+            answer=answer,
+            alternatives=alternatives,
+        )
 
     @property
     def room(self) -> int:

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from lenience.core.errors import InputError
+from lenience.core.templates import ORIGINS, read_template
 from lenience.core.types import Step, Trace
 from lenience.decoding.response import TextStream
-from lenience.evaluation.pages import ORIGINS, template
 from lenience.models.lm import LM
 from lenience.rules.base import Term
 from lenience.rules.combine import AnyOf
@@ -144,7 +144,7 @@ def live_page(service: Service, needs_key: bool, nonce: str) -> str:
     steps = dial_steps(service)
     # "<" would end the page's script
     as_json = json.dumps([asdict(step) for step in steps]).replace("<", "\\u003c")
-    return template("live.html").render(
+    return read_template("live.html").render(
         service=service,
         decoders=decoders,
         steps=steps,

@@ -313,7 +313,11 @@ def _dial(decoder: Decoder, config: ServeConfig) -> Dial:
         source = decoder.bound_to.source
         certificate = holding_certificate(source)
         return Dial(certified_rule(certificate, source), certificate=certificate)
-    assert isinstance(decoder.rule, AnyOf)
+    if not isinstance(decoder.rule, AnyOf):
+        raise InputError(
+            f"rule {decoder.rule}: decodes without a window; name exact, and --window 0 for the "
+            "target alone"
+        )
     return Dial(decoder.rule, config.allow, config.allow_any)
 
 
