@@ -117,10 +117,15 @@ def prompts(count: int) -> list[str]:
     return [str(sample.prompt) for sample in take(WordMath(), "test", count)]
 
 
-async def send(client: httpx2.AsyncClient, prompt: str) -> tuple[int, float]:
-    """Stream an answer. Return its number of tokens and the seconds to the first one."""
-    body = {"prompt": prompt, "max_tokens": TOKENS, "stream": True}
-    body |= {"stream_options": {"include_usage": True}}
+async def send(
+    client: httpx2.AsyncClient, prompt: str, streams: bool
+) -> tuple[int, float]:
+    """Return the number of tokens of an answer, and the seconds to the first one if it streams."""
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": TOKENS}
+    if not streams:
+        told = (await client.post("/v1/completions", json=body)).json()
+        return told["usage"]["completion_tokens"], 0.0
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
     began = time.perf_counter()
     first = 0.0
     tokens = 0
@@ -135,7 +140,9 @@ async def send(client: httpx2.AsyncClient, prompt: str) -> tuple[int, float]:
     return tokens, first
 
 
-async def ask(url: str, asked: list[str], clients: int) -> tuple[float, float]:
+async def ask(
+    url: str, asked: list[str], clients: int, streams: bool
+) -> tuple[float, float]:
     """Return the tokens per second of some clients, and the median time to the first token."""
     waiting = iter(asked)
     told: list[tuple[int, float]] = []
@@ -143,12 +150,24 @@ async def ask(url: str, asked: list[str], clients: int) -> tuple[float, float]:
 
         async def work() -> None:
             for prompt in waiting:
-                told.append(await send(client, prompt))
+                told.append(await send(client, prompt, streams))
 
         began = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(clients)))
         seconds = time.perf_counter() - began
     return sum(n for n, _ in told) / seconds, statistics.median(t for _, t in told)
+
+
+def measure(url: str, asked: list[str], clients: int) -> dict[str, float]:
+    """Return the tokens per second of whole answers and of streams, and the time to the first
+    token."""
+    whole, _ = asyncio.run(ask(url, asked, clients, streams=False))
+    streamed, first = asyncio.run(ask(url, asked, clients, streams=True))
+    return {
+        "tokens_per_second": whole,
+        "streamed": streamed,
+        "first_token_ms": 1000 * first,
+    }
 
 
 def batch_speed(pair: Pair, asked: list[str], size: int, options: Any) -> float:
@@ -169,26 +188,22 @@ def speed() -> None:
         }
         for clients in CLIENTS:
             asked = prompts(PROMPTS[clients])
-            found: dict[str, list[tuple[float, float, float]]] = {}
+            found: dict[str, list[dict[str, float]]] = {}
             for turn in range(TURNS + 1):
                 for name, options in DECODERS.items():
-                    rate, first = asyncio.run(ask(urls[name], asked, clients))
+                    row = measure(urls[name], asked, clients)
                     batch = batch_speed(pair, asked, clients, options)
+                    row |= {"generate_batch": batch}
+                    row |= {"overhead": batch / row["tokens_per_second"] - 1}
                     if turn:  # the first turn warms up
-                        found.setdefault(name, []).append((rate, first, batch))
+                        found.setdefault(name, []).append(row)
             for name, turns in found.items():
-                rate, first, batch = map(statistics.median, zip(*turns))
-                row = {
-                    "decoder": name,
-                    "clients": clients,
-                    "prompts": len(asked),
-                    "tokens_per_second": rate,
-                    "generate_batch": batch,
-                    "overhead": statistics.median(b / r - 1 for r, _, b in turns),
-                    "first_token_ms": 1000 * first,
+                medians = {
+                    key: statistics.median(row[key] for row in turns)
+                    for key in turns[0]
                 }
-                rows.append(row)
-                print(row, flush=True)
+                rows.append({"decoder": name, "clients": clients, **medians})
+                print(rows[-1], flush=True)
     write_results(
         RESULTS / "serving.json",
         {"decoders": DECODERS, "tokens": TOKENS, "turns": TURNS, "rows": rows},

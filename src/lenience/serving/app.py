@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -132,24 +132,35 @@ def _limited(receive: Receive) -> Receive:
 
 @dataclass
 class _Mailbox:
-    """The steps of a request's answers, passed from the worker's thread to the event loop."""
+    """The steps of a request's answers, passed from the worker's thread to the event loop: at once
+    for a stream, and otherwise when an answer ends, so that the event loop seldom interrupts the
+    worker."""
 
-    loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[tuple[Job, Step | Exception]]
-
-    @classmethod
-    def here(cls) -> _Mailbox:
-        return cls(asyncio.get_running_loop(), asyncio.Queue())
+    streams: bool
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    queue: asyncio.Queue[tuple[Job, Step | Exception]] = field(
+        default_factory=asyncio.Queue
+    )
+    held: dict[int, list[Step]] = field(default_factory=dict)
+    """Steps that are not passed on yet, by the id of the request."""
 
     def on_step(self, job: Job, step: Step) -> None:
-        self._put((job, step))
+        steps = self.held.setdefault(id(job), [])
+        steps.append(step)
+        if self.streams or step.finish:
+            del self.held[id(job)]
+            self._put(job, steps)
 
     def on_error(self, job: Job, error: Exception) -> None:
-        self._put((job, error))
+        self._put(job, [error])
 
-    def _put(self, item: tuple[Job, Step | Exception]) -> None:
+    def _put(self, job: Job, items: Sequence[Step | Exception]) -> None:
+        def put() -> None:
+            for item in items:
+                self.queue.put_nowait((job, item))
+
         try:
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+            self.loop.call_soon_threadsafe(put)
         except RuntimeError:  # the event loop is closed, and nobody waits any more
             return
 
@@ -316,7 +327,7 @@ class Server:
             choices,
             return_token_ids=bool(asked.return_token_ids),
         )
-        box = self._submitted(MAIN, jobs)
+        box = self._submitted(MAIN, jobs, streams=bool(asked.stream))
         steps = self._steps(jobs, choices, box)
         if asked.stream:
             told = asked.stream_options
@@ -384,9 +395,9 @@ class Server:
             found[int(text)] = bias
         return found
 
-    def _submitted(self, lane: str, jobs: list[Job]) -> _Mailbox:
+    def _submitted(self, lane: str, jobs: list[Job], streams: bool) -> _Mailbox:
         """Put requests into the queue of a lane, and return where their steps arrive."""
-        box = _Mailbox.here()
+        box = _Mailbox(streams)
         try:
             self.worker.submit(lane, [(job, box) for job in jobs])
         except Busy:
@@ -425,7 +436,7 @@ class Server:
             self._leave(jobs)
 
     def _began(self, job: Job) -> None:
-        self.metrics.first_token.observe(time.perf_counter() - job.arrived)
+        self.metrics.first_token.observe(job.first_token - job.arrived)
         self.metrics.prompt_tokens.inc(len(job.prompt))
         self.metrics.reused.inc(job.reused)
 
@@ -460,7 +471,7 @@ class Server:
             columns.append(
                 RaceColumn(name, await self._tried(work, "lenience"), self.lm)
             )
-        box = _Mailbox.here()
+        box = _Mailbox(streams=True)
         jobs = [column.job for column in columns]
         try:
             for column in columns:

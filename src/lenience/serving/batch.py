@@ -176,7 +176,9 @@ class Batch:
         seconds = time.perf_counter() - began
         for job in self.jobs:
             job.decoding += seconds
+        now = time.perf_counter()
         for job, step in steps:
+            job.first_token = job.first_token or now
             job.answer.add(step)
         with torch_threads(self._session.torch_threads), torch.inference_mode():
             self._replace_finished(next_job)
