@@ -159,14 +159,17 @@ async def ask(
 
 
 def measure(url: str, asked: list[str], clients: int) -> dict[str, float]:
-    """Return the tokens per second of whole answers and of streams, and the time to the first
+    """Return the tokens per second of whole answers and of streams with some clients, and of whole
+    answers with twice as many, so that no row waits for a client; and the time to the first
     token."""
     whole, _ = asyncio.run(ask(url, asked, clients, streams=False))
     streamed, first = asyncio.run(ask(url, asked, clients, streams=True))
+    full, _ = asyncio.run(ask(url, asked, 2 * clients, streams=False))
     return {
         "tokens_per_second": whole,
         "streamed": streamed,
         "first_token_ms": 1000 * first,
+        "rows_full": full,
     }
 
 
@@ -180,34 +183,41 @@ def batch_speed(pair: Pair, asked: list[str], size: int, options: Any) -> float:
 
 def speed() -> None:
     pair = load_pair(compile=True)
-    rows = []
-    with contextlib.ExitStack() as stack:
-        urls = {
-            name: stack.enter_context(server(options)).url
-            for name, options in DECODERS.items()
-        }
-        for clients in CLIENTS:
-            asked = prompts(PROMPTS[clients])
-            found: dict[str, list[dict[str, float]]] = {}
-            for turn in range(TURNS + 1):
-                for name, options in DECODERS.items():
-                    row = measure(urls[name], asked, clients)
-                    batch = batch_speed(pair, asked, clients, options)
-                    row |= {"generate_batch": batch}
-                    row |= {"overhead": batch / row["tokens_per_second"] - 1}
-                    if turn:  # the first turn warms up
-                        found.setdefault(name, []).append(row)
-            for name, turns in found.items():
-                medians = {
-                    key: statistics.median(row[key] for row in turns)
-                    for key in turns[0]
-                }
-                rows.append({"decoder": name, "clients": clients, **medians})
-                print(rows[-1], flush=True)
+    rows = [row for clients in CLIENTS for row in speeds(pair, clients)]
     write_results(
         RESULTS / "serving.json",
         {"decoders": DECODERS, "tokens": TOKENS, "turns": TURNS, "rows": rows},
     )
+
+
+def speeds(pair: Pair, clients: int) -> list[dict[str, Any]]:
+    """Return the speeds of the decoders with some clients and as many rows, medians of turns."""
+    asked = prompts(PROMPTS[clients])
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in DECODERS}
+    with contextlib.ExitStack() as stack:
+        flags = "--max-rows", str(clients)
+        urls = {
+            name: stack.enter_context(server(options, *flags)).url
+            for name, options in DECODERS.items()
+        }
+        for turn in range(TURNS + 1):
+            for name, options in DECODERS.items():
+                row = measure(urls[name], asked, clients)
+                batch = batch_speed(pair, asked, clients, options)
+                row |= {
+                    "generate_batch": batch,
+                    "overhead": batch / row["rows_full"] - 1,
+                }
+                if turn:  # the first turn warms up
+                    found[name].append(row)
+    rows = []
+    for name, turns in found.items():
+        medians = {
+            key: statistics.median(row[key] for row in turns) for key in turns[0]
+        }
+        rows.append({"decoder": name, "clients": clients, **medians})
+        print(rows[-1], flush=True)
+    return rows
 
 
 class Load:
