@@ -6,6 +6,7 @@ import ctypes
 import json
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from test_certify import Echo, certify, question
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from lenience.cli import main
+from lenience.cli.serve import bound_socket
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
@@ -661,6 +663,20 @@ def test_rows_of_a_mixed_batch_are_as_alone() -> None:
             }
             for name, value in wanted.items():
                 assert torch.equal(found[name][b], value[0]), (name, b)
+
+
+def test_the_socket_sends_at_once_and_a_taken_port_is_named() -> None:
+    """asyncio turns Nagle's algorithm off where the socket's protocol is TCP by name."""
+    with bound_socket("127.0.0.1", 0) as bound:
+        assert bound.proto == socket.IPPROTO_TCP
+        bound.listen()
+        port = bound.getsockname()[1]
+        with pytest.raises(InputError, match=f"--port {port}: cannot listen there"):
+            bound_socket("127.0.0.1", port)
+    with pytest.raises(InputError, match="--host nowhere.invalid"):
+        bound_socket("nowhere.invalid", 0)
+    with pytest.raises(InputError, match="--port 99999"):
+        bound_socket("127.0.0.1", 99999)
 
 
 @pytest.mark.slow

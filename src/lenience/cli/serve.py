@@ -186,7 +186,7 @@ def _listen(app: Any, host: str, port: int) -> None:
         timeout_graceful_shutdown=GRACE,
     )
     server = uvicorn.Server(config)
-    with _bound(host, port) as listening:
+    with bound_socket(host, port) as listening:
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{listening.getsockname()[1]}"
         say(f"{url} (live page), {url}/v1 (OpenAI's API)")
@@ -196,7 +196,7 @@ def _listen(app: Any, host: str, port: int) -> None:
         server.run(sockets=[listening])
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address. Its protocol is named, or asyncio would not turn
     Nagle's algorithm off, which delays answers by 40 ms."""
     try:

@@ -10,6 +10,8 @@ from pydantic_core import PydanticCustomError
 
 MOST_CHOICES = 16
 """Maximum of n."""
+MOST_STOPS = 64
+"""Maximum number of stop strings."""
 MOST_ALTERNATIVES = 20
 """Maximum of top_logprobs."""
 WITHOUT_EFFECT = (
@@ -77,7 +79,7 @@ class _Asked(BaseModel):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     seed: Seed | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
