@@ -92,8 +92,8 @@ class Server:
         text = httpx2.get(f"{self.url}/metrics", timeout=30).text
         found: dict[str, float] = {}
         for line in text.splitlines():
-            if line.startswith(("vllm:", "lenience:")) and "_bucket" not in line:
-                name = line.partition("{")[0]
+            name = line.partition("{")[0]
+            if name.endswith(("_total", "_running", "_waiting", "_restarts")):
                 found[name] = found.get(name, 0) + float(line.split()[-1])
         return found
 
@@ -338,6 +338,29 @@ def _watch(url: str, seconds: float, queue: Any) -> None:
     queue.put((load.health, dict(load.seen)))
 
 
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """Return the median, the 99th percentile and the maximum in milliseconds."""
+    ordered = [1000 * each for each in sorted(seconds)]
+    return {
+        "n": len(ordered),
+        "p50": ordered[len(ordered) // 2],
+        "p99": ordered[int(0.99 * len(ordered))],
+        "worst": ordered[-1],
+    }
+
+
+def drained(served: Server) -> tuple[dict[str, float], list[float]]:
+    """Return the counts when no request is left, or after ten seconds, and the numbers of running
+    and waiting requests."""
+    for _ in range(100):
+        counts = served.counts()
+        left = [counts[f"vllm:num_requests_{kind}"] for kind in ("running", "waiting")]
+        if left == [0, 0]:
+            break
+        time.sleep(0.1)
+    return counts, left
+
+
 def load(seconds: float) -> None:
     import multiprocessing
 
@@ -367,28 +390,15 @@ def load(seconds: float) -> None:
         asyncio.run(run())
         health, health_seen = queue.get()
         watcher.join()
-        for _ in range(100):
-            counts = served.counts()
-            left = [
-                counts[f"vllm:num_requests_{kind}"] for kind in ("running", "waiting")
-            ]
-            if left == [0, 0]:
-                break
-            time.sleep(0.1)
+        counts, left = drained(served)
         memory.append(served.memory)
         status = served.stop()
-    ordered = sorted(health)
     results = {
         "clients": LOAD_CLIENTS,
         "seconds": seconds,
         "seen": dict(ours.seen) | health_seen,
         "left_in_rows_and_queue": left,
-        "health_ms": {
-            "n": len(health),
-            "p50": 1000 * ordered[len(ordered) // 2],
-            "p99": 1000 * ordered[int(0.99 * len(ordered))],
-            "worst": 1000 * ordered[-1],
-        },
+        "health_ms": percentiles(health),
         "memory_mib_half_way_and_at_the_end": [m >> 20 for m in memory],
         "exit_status": status,
         "counts": counts,
