@@ -13,6 +13,7 @@ from conftest import CONFIGS, VOCABULARY
 from scipy.stats import chi2
 from test_drafters import Counting, random_heads
 from test_eagle import write
+from test_serve import serves_as_alone
 
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
@@ -116,6 +117,20 @@ def answers_as_the_target(
                     window=4,
                 )
                 assert [out.tokens for out in outs] == wanted, (spec, tree, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_drafter_serves(llama: Pair, folder: Path, spec: str) -> None:
+    if "store" in spec:
+        build_store(
+            iter([[5, 6, 7, 9]]), llama.target.tokenizer_fingerprint, folder / "store"
+        )
+    drafter = spec.format(folder=folder)
+    remembers = parse_drafter(drafter).remembers
+    for tree in ("chain", *SPECS[spec][:1]):
+        options = {"drafter": drafter, "tree": tree, "window": 4}
+        serves_as_alone(llama, options, "exact" if remembers else "topk:3")
 
 
 @pytest.fixture(scope="module")

@@ -675,7 +675,7 @@ def test_the_socket_sends_at_once_and_a_taken_port_is_named() -> None:
             bound_socket("127.0.0.1", port)
     with pytest.raises(InputError, match="--host nowhere"):
         bound_socket("nowhere.invalid", 0)
-    with pytest.raises(InputError, match="--port 99999"):
+    with pytest.raises(InputError, match="--port 99999: must be"):
         bound_socket("127.0.0.1", 99999)
 
 
@@ -785,35 +785,47 @@ def test_prefixes_are_reused_from_running_and_finished_requests(llama: Pair) -> 
         assert job.answer.tokens == llama.generate(job.prompt, job.decoder).tokens
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"drafter": "ngram", "window": 4},
-        {"tree": "dynamic:6", "window": 4},
-        {"drafter": "ngram|model", "window": 4},
-        {"drafter": "ngram>model", "window": 4},
-        {"drafter": "exit:1", "window": 3},
-        {"stop": "confidence:0.3", "window": 5},
-    ],
-)
-def test_every_kind_of_drafter_serves(llama: Pair, options: dict[str, Any]) -> None:
-    """Requests of mixed rules and temperatures, in rows that are refilled."""
-    found = Alone(llama, {"rule": "topk:3", **options, "max_new_tokens": 24}, 3, 120)
+def serves_as_alone(pair: Pair, options: dict[str, Any], lenient: str) -> None:
+    """Requests of mixed rules and temperatures, with shared beginnings, in rows that are
+    refilled."""
+    found = Alone(pair, {"rule": lenient, **options, "max_new_tokens": 24}, 3, 120)
     kinds: tuple[dict[str, Any], ...] = (
         {},
         {"rule": rule("exact")},
         {"rule": rule("exact"), "temperature": 0.8, "seed": 4},
         {"rule": rule("exact"), "window": 0},
     )
+    (shared,) = prompts(1, seed=14, longest=50)
     jobs = []
-    for i, prompt in enumerate(prompts(16, seed=5)):
+    for i, prompt in enumerate(prompts(20, seed=5)):
         decoder = replace(found.decoder, **kinds[i % len(kinds)])
-        own = llama.context(decoder) if decoder.temperature else None
-        jobs.append(Job.of(llama, decoder, prompt, own))
+        own = pair.context(decoder) if decoder.temperature else None
+        prompt = shared[: 20 + i] + prompt if i % 3 else prompt
+        jobs.append(Job.of(pair, decoder, prompt, own))
     found.run(jobs)
-    for job in jobs:
-        wanted = llama.generate(job.prompt, job.decoder)
+    found.run([again := Job.of(pair, found.decoder, jobs[0].row.prefix[:60])])
+    for job in (*jobs, again):
+        wanted = pair.generate(job.prompt, job.decoder)
         assert job.answer.tokens == wanted.tokens, str(job.decoder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"drafter": "ngram", "window": 4},
+        {"tree": "dynamic:6", "window": 4},
+        {"drafter": "ngram>model", "window": 4},
+        {"stop": "confidence:0.3", "window": 5},
+    ],
+)
+def test_kinds_of_drafters_serve(llama: Pair, options: dict[str, Any]) -> None:
+    serves_as_alone(llama, options, "topk:3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mamba", "lfm2", "qwen3_5_text", "mistral", "gemma2"])
+def test_models_with_states_serve(kind: str, pairs: Callable[[str], Pair]) -> None:
+    serves_as_alone(pairs(kind), {"window": 4}, "topk:3")
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,8 @@ def _listen(app: Any, host: str, port: int) -> None:
 def bound_socket(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address. Its protocol is named, or asyncio would not turn
     Nagle's algorithm off, which delays answers by 40 ms."""
+    if not 0 <= port < 1 << 16:
+        raise InputError(f"--port {port}: must be 0 to 65535")
     try:
         (family, kind, _, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
@@ -206,7 +208,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise InputError(
             f"--host {host} --port {port}: cannot listen there ({error}); give another"
         ) from None
