@@ -32,12 +32,14 @@ from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
 from lenience.core.types import Step
-from lenience.decoding.decoder import Decoder
+from lenience.decoding.decoder import Binding, Decoder
 from lenience.decoding.pair import Pair
 from lenience.rules.combine import AnyOf
+from lenience.runs.certificate import narrowed
 from lenience.serving import batch as batches
 from lenience.serving.app import LARGEST_BODY, make_app
 from lenience.serving.batch import Batch, Job, RuleOfRow
+from lenience.serving.dial import Dial
 from lenience.serving.service import CountPenalty, Penalties, ServeConfig, Service
 from lenience.serving.worker import Busy, Lane, Worker
 from lenience.tasks import WordMath
@@ -277,6 +279,8 @@ def test_totals_are_those_of_the_requests(llama: Pair) -> None:
         ({"prompt": [5], "n": 1000}, 400, "n"),
         ({"prompt": [5], "model": "other"}, 404, "model"),
         ({"prompt": [5], "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"prompt": [5], "logit_bias": {"²": 1}}, 400, "logit_bias"),
+        ({"prompt": [5], "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias"),
         ({"prompt": [5], "vllm_xargs": {"other": 1}}, 400, "vllm_xargs"),
         (
             {"prompt": [5], "lenience": "exact", "vllm_xargs": {"lenience": 2}},
@@ -377,6 +381,33 @@ def test_the_repetition_penalty_is_that_of_transformers(
         )[0, len(prompt) :].tolist()
         found = server.complete(prompt=prompt, repetition_penalty=1.5, lenience="exact")
         assert found["token_ids"] == wanted
+
+
+def test_a_requests_penalty_replaces_the_models_own(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [5, 6, 5, 6]
+    plain = llama.generate(prompt, **LENIENT, max_new_tokens=20).tokens
+    config = llama.target.model.generation_config
+    monkeypatch.setattr(config, "repetition_penalty", 1.8)
+    penalised = llama.generate(prompt, **LENIENT, max_new_tokens=20).tokens
+    assert penalised != plain
+    with served(llama, LENIENT, max_rows=2, context=96) as found:
+        assert found.complete(prompt=prompt)["token_ids"] == penalised
+        free = found.complete(prompt=prompt, repetition_penalty=1.0)
+        assert free["token_ids"] == plain
+
+
+def test_a_judge_at_a_larger_logit_is_stricter_also_beyond_probabilities(
+    judge: str,
+) -> None:
+    """Logits above 37 have one probability, 1."""
+    path = judge.rpartition("@")[0]
+    dial = Dial(rule(f"{path}@logit=45"))
+    assert str(dial.rule_for(f"{path}@logit=46")).endswith("logit=46")
+    for laxer in (f"{path}@logit=40", f"{path}@logit=44.5", f"{path}@0.9"):
+        with pytest.raises(InputError, match="more lenient"):
+            dial.rule_for(laxer)
 
 
 def test_presence_and_frequency_count_the_answer_alone() -> None:
@@ -500,7 +531,9 @@ def test_the_queue_is_bounded(llama: Pair) -> None:
         refused = next(answer for answer in answers if answer.status_code == 429)
         assert int(refused.headers["Retry-After"]) >= 1
         assert found.count("lenience:requests_refused_total") == codes.count(429)
-        assert found.post(prompt=[5] * 3, n=3).status_code == 429  # all or none
+        # more than ever fit are wrong input: sending them again would not help
+        answer = found.post(prompt=[5] * 3, n=3)
+        assert answer.status_code == 400 and "at most 2" in answer.text
         wait_for(found.is_idle)
 
 
@@ -523,6 +556,11 @@ def test_a_client_that_leaves_frees_its_row(llama: Pair) -> None:
         assert found.complete(prompt=[5, 6])["token_ids"]
 
 
+def worker_threads() -> list[threading.Thread]:
+    """The threads that decode, in the order in which they were started."""
+    return [each for each in threading.enumerate() if each.name == "lenience worker"]
+
+
 def kill(thread: threading.Thread) -> None:
     """Raise SystemExit in a thread."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -540,7 +578,7 @@ def test_a_dead_worker_is_replaced(llama: Pair) -> None:
             wait_for(lambda: len(found.worker.lanes["main"].admitted) == 2)
             waiting = pool.submit(found.complete, prompt=[5, 6])
             wait_for(lambda: len(found.worker.lanes["main"].waiting) == 1)
-            kill(found.worker.thread)
+            kill(worker_threads()[-1])
             assert running.result().status_code == 500
             assert "data: [DONE]" in streamed.result().text
             assert '"error"' in streamed.result().text
@@ -764,7 +802,7 @@ def test_long_prompts_do_not_stall_running_answers(
     assert all(len(steps) >= 1 for steps in found.cycles[:began])
     for job in (short, late):
         wanted = llama.generate(job.prompt, job.decoder)
-        assert job.answer.tokens == wanted.tokens
+        assert job.tokens == wanted.tokens
 
 
 def test_prefixes_are_reused_from_running_and_finished_requests(llama: Pair) -> None:
@@ -776,13 +814,21 @@ def test_prefixes_are_reused_from_running_and_finished_requests(llama: Pair) -> 
     others = [found.job(prompt) for prompt in prompts(2, seed=9, longest=60)]
     found.run(others)
     again = [
-        found.job([*shared, 5, *first[0].answer.tokens, 9]),
+        found.job([*shared, 5, *first[0].tokens, 9]),
         found.job([*shared, 9]),
     ]
     found.run(again)
     assert again[0].reused >= len(shared) and again[1].reused >= len(shared)
     for job in (*first, *others, *again):
-        assert job.answer.tokens == llama.generate(job.prompt, job.decoder).tokens
+        assert job.tokens == llama.generate(job.prompt, job.decoder).tokens
+
+
+def can_check(pair: Pair, decoder: Decoder) -> bool:
+    try:
+        pair.check(decoder)
+    except InputError:
+        return False
+    return True
 
 
 def serves_as_alone(pair: Pair, options: dict[str, Any], lenient: str) -> None:
@@ -794,11 +840,14 @@ def serves_as_alone(pair: Pair, options: dict[str, Any], lenient: str) -> None:
         {"rule": rule("exact")},
         {"rule": rule("exact"), "temperature": 0.8, "seed": 4},
         {"rule": rule("exact"), "window": 0},
+        {"rule": rule("speculative"), "temperature": 1.2, "seed": 9},
     )
     (shared,) = prompts(1, seed=14, longest=50)
     jobs = []
     for i, prompt in enumerate(prompts(20, seed=5)):
         decoder = replace(found.decoder, **kinds[i % len(kinds)])
+        if not can_check(pair, decoder):  # such as drawn tokens of a tree
+            decoder = found.decoder
         own = pair.context(decoder) if decoder.temperature else None
         prompt = shared[: 20 + i] + prompt if i % 3 else prompt
         jobs.append(Job.of(pair, decoder, prompt, own))
@@ -806,7 +855,7 @@ def serves_as_alone(pair: Pair, options: dict[str, Any], lenient: str) -> None:
     found.run([again := Job.of(pair, found.decoder, jobs[0].row.prefix[:60])])
     for job in (*jobs, again):
         wanted = pair.generate(job.prompt, job.decoder)
-        assert job.answer.tokens == wanted.tokens, str(job.decoder)
+        assert job.tokens == wanted.tokens, str(job.decoder)
 
 
 @pytest.mark.parametrize(
@@ -835,6 +884,8 @@ def test_models_with_states_serve(kind: str, pairs: Callable[[str], Pair]) -> No
         ({"rule": "target"}, {}, "rule target: decodes without a window"),
         ({}, {"context": 10**7}, "has room for"),
         ({}, {"max_rows": 0}, "max_rows 0"),
+        ({}, {"strict": Decoder.of({"rule": "topk:2"})}, "its rule is lenient"),
+        ({}, {"strict": Decoder.of({"window": "auto"})}, "window auto"),
         ({}, {"allow": ("judge:nowhere@0.5",)}, "nowhere"),
     ],
 )
@@ -873,6 +924,7 @@ def test_a_certified_server_fails_closed(llama: Pair, certified: Path) -> None:
             {"top_k": 3},
             {"max_tokens": most + 1},
             {"presence_penalty": 1.0},
+            {"ignore_eos": True},
             {"lenience": "topk:2"},
             {"lenience": "topk:4"},
         ):
@@ -881,6 +933,36 @@ def test_a_certified_server_fails_closed(llama: Pair, certified: Path) -> None:
             assert "certified" in answer.json()["error"]["message"]
         page = found.client.get("/").text
         assert "Certified:" in page and "95.00 %" in page
+        # what changes on the disk changes nothing for a running server
+        told = certified / "certificate.json"
+        text = told.read_text()
+        told.write_text("{}")
+        wanted = found.complete(prompt=[5, 6], max_tokens=5)["token_ids"]
+        told.write_text(text)
+        out = llama.generate([5, 6], rule=name, max_new_tokens=5)
+        assert wanted == out.tokens
+
+
+def test_a_certified_decoder_takes_its_own_options_and_earlier_ends() -> None:
+    bound = Binding("certified:run", {})
+    certified = replace(
+        Decoder(temperature=0.7, top_k=5, max_new_tokens=20, stop_strings=("w1",)),
+        bound_to=bound,
+    )
+    assert narrowed(certified, {}) == certified
+    asked = {"temperature": 0.7, "seed": 4, "max_new_tokens": 8, "stop_strings": ("a",)}
+    found = narrowed(certified, asked)
+    assert (found.temperature, found.top_k, found.seed) == (0.7, 5, 4)
+    assert (found.max_new_tokens, found.answer_tokens) == (20, 8)
+    assert found.answer_stops == ("w1", "a") and found.bound_to is bound
+    for name, value in (
+        ("temperature", 0.0),
+        ("top_k", 6),
+        ("top_p", 0.5),
+        ("max_new_tokens", 21),
+    ):
+        with pytest.raises(InputError, match=f"certified with {name} "):
+            narrowed(certified, {name: value})
 
 
 def test_a_withdrawn_certificate_serves_nothing(

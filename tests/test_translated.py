@@ -11,6 +11,7 @@ import torch
 from conftest import COMMON, SMALL
 from test_decode import plain_greedy
 from test_mining import lines
+from test_serve import serves_as_alone
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -312,3 +313,11 @@ def test_the_drafter_is_used(translated: dict[str, Pair]) -> None:
     pair = translated["byte-level"]
     _, drafter = pair.engine(Decoder.parse("exact"), 1, 64)
     assert isinstance(drafter, TranslatedDrafter)
+
+
+def test_a_sampling_neighbour_changes_no_greedy_proposal(
+    translated: dict[str, Pair],
+) -> None:
+    """Greedy rows are drafted through text, others through shared tokens, also in one batch."""
+    for pair in translated.values():
+        serves_as_alone(pair, {"window": 4}, "topk:3")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import signal
 import socket
 from dataclasses import dataclass, replace
@@ -140,7 +139,7 @@ def _serve(server: ServerFlags, options: dict[str, Any], models: Models) -> None
     )
     pair = models.load(needs_draft=wants_draft, tokens=MANY)
     with loading():
-        from lenience.serving.app import make_app
+        from lenience.serving.app import is_loopback, make_app
         from lenience.serving.service import Service
 
         service = Service(pair, decoder, config)
@@ -148,7 +147,7 @@ def _serve(server: ServerFlags, options: dict[str, Any], models: Models) -> None
     rule = decoder.bound_to.source if decoder.bound_to else decoder.rule
     room = f"{config.max_rows} rows of up to {service.context} tokens"
     say(f"serving {service.name}, rule {rule}, {room}")
-    if key is None and not _is_loopback(server.host):
+    if key is None and not is_loopback(server.host):
         where = f"{server.host}:{server.port}"
         say(f"anyone who reaches {where} may use it; --api-key-file asks for a key")
     _listen(app, server.host, server.port)
@@ -163,15 +162,6 @@ def _check_installed() -> None:
         raise InputError(
             f"serve: needs {error.name}; install the extra: pip install 'lenience[serve]'"
         ) from None
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _listen(app: Any, host: str, port: int) -> None:

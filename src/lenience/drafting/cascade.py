@@ -136,7 +136,7 @@ class _Growing:
     """A row's window while it is drafted and verified."""
 
     def __init__(self, row: Row, limit: int):
-        self.row = Row(row.noise, list(row.prefix), row.position)
+        self.row = Row(row.noise, list(row.prefix), row.position, sampling=row.sampling)
         self.limit = limit
         """Maximum number of tokens."""
         self.tokens = list[int]()
@@ -253,7 +253,9 @@ class _HorizontalDrafter(Drafter):
         for row, drafted, most in zip(ctx.rows, tokens, room):
             n = len(drafted)
             ended = bool(drafted) and drafted[-1] in self.target.eos_ids
-            rows.append(Row(row.noise, row.prefix + drafted, row.position + n, ahead=n))
+            begun_row = Row(row.noise, row.prefix + drafted, row.position + n, ahead=n)
+            begun_row.sampling = row.sampling
+            rows.append(begun_row)
             left.append(1 if ended else min(most, ctx.window + 1) - n)
         rest = self.then.propose(replace(ctx, rows=rows), left)
         return self._joined(begun, rest, tokens)

@@ -388,7 +388,9 @@ class HeadsDrafter(ParallelDrafter):
         if self.session is not None:
             for b, row in enumerate(ctx.rows):
                 kept = self.session.features(b, row.prefix, max(len(row.prefix) - 2, 0))
-                row.memory[self] = kept[0].clone() if len(kept) else None
+                # not in the first cycle, though the row may hold an equal prompt's features
+                begun = row.position > row.ahead and len(kept) > 0
+                row.memory[self] = kept[0].clone() if begun else None
         return [row.memory.get(self) is not None for row in ctx.rows]
 
     def logits(self, ctx: Context, drafts: Sequence[bool], width: int) -> Tensor:

@@ -51,13 +51,14 @@ class TranslatedDrafter(Drafter):
             limit = min(self.stop.max_tokens(row, own.window), left - 1)
             before = self.translation.to_draft(row.prefix)
             limit = max(0, min(limit, self.session.room(before))) if before else 0
-            if own.greedy:
+            if replace(own, rows=[row]).greedy:
                 tokens = self._by_text(b, row.prefix, before, limit)
+                logits = self._certain(tokens)
             else:
                 tokens, logits = self._by_shared(own, b, before, limit)
-                parts.append(logits)
+            parts.append(logits)
             grown.append(GrowingTree.chain(tokens).cut(limit, self.target.eos_ids))
-        padded = torch.nn.utils.rnn.pad_sequence(parts, True) if parts else None
+        padded = None if own.greedy else torch.nn.utils.rnn.pad_sequence(parts, True)
         draft = as_draft(grown, self.target.device, padded, trees=False)
         return replace(draft, passes=max(self._passes), tokens_read=self._tokens_read)
 
@@ -67,6 +68,15 @@ class TranslatedDrafter(Drafter):
         self._tokens_read[b] += reading.tokens_read[0]
         self._passes[b] += 1
         return reading
+
+    def _certain(self, tokens: list[int]) -> Tensor:
+        """Return logits [n, V] of tokens that are proposed with probability 1."""
+        device = self.target.device
+        blank = torch.full(
+            (len(tokens), self.target.vocab_size), -torch.inf, device=device
+        )
+        at = torch.tensor(tokens, dtype=torch.long, device=device)
+        return blank.scatter(1, at[:, None], 0.0)
 
     def _by_text(
         self, b: int, prefix: list[int], before: list[int], limit: int

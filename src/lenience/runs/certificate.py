@@ -255,6 +255,38 @@ def resolve(given: Mapping[str, Any]) -> Decoder:
     return replace(certified, seed=asked.seed, ends=ends)
 
 
+def narrowed(certified: Decoder, given: Mapping[str, Any]) -> Decoder:
+    """Return a certified decoder with the seed and the earlier ends that a request gives; options
+    that it does not give are the certified ones. Raises InputError for an option that differs."""
+    assert certified.bound_to is not None
+    asked = replace(certified, **given)
+    for name in given:
+        same = getattr(asked, name) == getattr(certified, name)
+        shorter = (
+            name == "max_new_tokens" and asked.max_new_tokens < certified.max_new_tokens
+        )
+        if not (same or shorter or name in ("seed", "stop_strings")):
+            raise _differs(
+                certified.bound_to.source,
+                name,
+                getattr(certified, name),
+                getattr(asked, name),
+            )
+    further = tuple(
+        text for text in asked.stop_strings if text not in certified.stop_strings
+    )
+    is_shorter = asked.max_new_tokens < certified.max_new_tokens
+    ends = Ends(asked.max_new_tokens if is_shorter else None, further)
+    return replace(certified, seed=asked.seed, ends=ends)
+
+
+def _differs(source: str, name: str, certified: Any, given: Any) -> InputError:
+    return InputError(
+        f"{source}: was certified with {name} {certified!r}, not {given!r}; give the same, or "
+        "certify again"
+    )
+
+
 def _check_options(
     rule: str, given: Mapping[str, Any], certified: Decoder, asked: Decoder
 ) -> None:
@@ -268,11 +300,7 @@ def _check_options(
         if name == "max_new_tokens" and own[name] < bound[name]:
             continue
         if own[name] != bound[name]:
-            raise InputError(
-                f"{rule}: was certified with {name} {bound[name]!r}, not "
-                f"{own[name]!r}; give the "
-                "same, or certify again"
-            )
+            raise _differs(rule, name, bound[name], own[name])
 
 
 def run_of(rule: str) -> Path:

@@ -115,7 +115,11 @@ class Reply:
         if len(self.choices) != 1:
             return {}
         (choice,) = self.choices
-        return {"metrics": choice.counts.to_json(str(choice.job.decoder.rule))}
+        return {
+            "metrics": choice.counts.to_json(
+                str(choice.job.decoder.without_paths().rule)
+            )
+        }
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

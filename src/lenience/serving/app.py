@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import secrets
 import time
@@ -18,7 +19,6 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lenience.core.errors import InputError, RunError, first_line
@@ -44,9 +44,8 @@ DEFAULT_TOKENS = 16
 """Maximum number of new tokens of a completion that names none, as in OpenAI's API."""
 RETRY_AFTER = 1
 """Seconds after which a refused request may be sent again."""
-OPEN = ("/", "/health", "/version", "/metrics", "/openapi.json", "/docs", "/ping")
+OPEN = ("/", "/health", "/version", "/metrics", "/openapi.json")
 """Paths that need no API key."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ApiError(Exception):
@@ -81,11 +80,13 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 
 
 class Guard:
-    """ASGI middleware that checks the API key and limits the size of bodies."""
+    """ASGI middleware that checks the API key and, on a loopback address, the name of the host, and
+    that limits the size of bodies."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None):
+    def __init__(self, app: ASGIApp, api_key: str | None, host: str):
         self.app = app
         self.api_key = api_key
+        self.is_local = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -93,7 +94,10 @@ class Guard:
             return
         headers = dict(scope["headers"])
         error = None
-        if self.api_key and scope["path"] not in OPEN:
+        named = headers.get(b"host", b"").decode("latin-1")
+        if self.is_local and not is_loopback(_without_port(named)):
+            error = ApiError(400, f"host {named[:80]!r}: is not this server's")
+        elif self.api_key and scope["path"] not in OPEN:
             given = headers.get(b"authorization", b"")
             wanted = f"Bearer {self.api_key}".encode()
             if not hmac.compare_digest(given, wanted):
@@ -107,6 +111,23 @@ class Guard:
             await error.response()(scope, receive, send)
             return
         await self.app(scope, _limited(receive), send)
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for an address that only this machine reaches."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _without_port(named: str) -> str:
+    """Return the host of a Host header."""
+    if named.startswith("["):
+        return named[1:].partition("]")[0]
+    return named.partition(":")[0]
 
 
 def _too_large() -> ApiError:
@@ -195,9 +216,7 @@ class Server:
 
     async def version(self) -> dict[str, str]:
         """Return the version, and the rule that answers are decoded with."""
-        rule = self.service.decoder
-        source = rule.bound_to.source if rule.bound_to else str(rule.rule)
-        return {"version": VERSION, "server": "lenience", "rule": source}
+        return {"version": VERSION, "server": "lenience", "rule": self.service.shown}
 
     async def prometheus(self) -> Response:
         """Return the counts in Prometheus' text format."""
@@ -247,6 +266,11 @@ class Server:
         prompts = asked.prompts()
         if not prompts:
             raise ApiError(400, "prompt: is empty", "prompt")
+        most = self.service.config.max_queue
+        if len(prompts) * (asked.n or 1) > most:
+            raise ApiError(
+                400, f"prompt: at most {most} answers in a request", "prompt"
+            )
         ids = [
             list(prompt)
             if not isinstance(prompt, str)
@@ -361,7 +385,7 @@ class Server:
         penalties = Penalties(
             asked.presence_penalty or 0.0,
             asked.frequency_penalty or 0.0,
-            1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+            asked.repetition_penalty,
             self._bias(asked.logit_bias or {}),
         )
         jobs = []
@@ -388,7 +412,8 @@ class Server:
         """Return the biases by token id."""
         found = {}
         for text, bias in given.items():
-            if not text.isdigit() or int(text) >= self.lm.vocab_size:
+            is_id = text.isascii() and text.isdigit() and len(text) < 12
+            if not is_id or int(text) >= self.lm.vocab_size:
                 raise ApiError(
                     400, f"logit_bias {text!r:.40}: is not a token id", "logit_bias"
                 )
@@ -421,6 +446,7 @@ class Server:
                 job, step = await box.queue.get()
                 if isinstance(step, Exception):
                     self.metrics.failed.inc()
+                    job.cancelled = True
                     raise step
                 choice = by_job[id(job)]
                 if not choice.trace:
@@ -472,12 +498,13 @@ class Server:
                 RaceColumn(name, await self._tried(work, "lenience"), self.lm)
             )
         box = _Mailbox(streams=True)
-        jobs = [column.job for column in columns]
+        submitted: list[Job] = []
         try:
             for column in columns:
                 self.worker.submit(column.name, [(column.job, box)])
+                submitted.append(column.job)
         except (Busy, RunError):
-            self._leave(jobs)
+            self._leave(submitted)
             raise ApiError(429, "too many live pages wait; try again") from None
         return StreamingResponse(
             self._race_lines(columns, box), media_type="application/x-ndjson"
@@ -565,9 +592,7 @@ def make_app(
     )
     for method, path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    app.add_middleware(Guard, api_key=api_key)
-    if host in LOOPBACK:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, "[::1]"])
+    app.add_middleware(Guard, api_key=api_key, host=host)
     _add_error_handlers(app)
     return app
 
@@ -603,6 +628,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RunError, on_failure)
+    app.add_exception_handler(Exception, on_failure)
 
 
 def _field_of(problem: dict[str, Any]) -> str | None:

@@ -16,7 +16,6 @@ from lenience.core.noise import Noise
 from lenience.core.protocols import Drafter, Rule
 from lenience.core.types import Draft, Reading, Step, Verdict
 from lenience.decoding.decoder import Decoder
-from lenience.decoding.generation import Generation
 from lenience.decoding.loop import counted, cycle
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import Response
@@ -73,7 +72,6 @@ class Job:
     prompt: list[int]
     row: Row
     response: Response
-    answer: Generation
     alternatives: int | None = None
     """Number of most probable tokens reported beside each token; None for no log-probabilities."""
     arrived: float = field(default_factory=time.perf_counter)
@@ -111,15 +109,18 @@ class Job:
             shown=decoder.answer_tokens,
             ignore_eos=ignore_eos,
         )
-        answer = decoder.answer(prompt, int(decoder.window), 0)
         return cls(
             decoder,
             prompt,
             row=row,
             response=response,
-            answer=answer,
             alternatives=alternatives,
         )
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the new tokens so far."""
+        return self.row.prefix[len(self.prompt) :]
 
     @property
     def room(self) -> int:
@@ -157,6 +158,9 @@ class Batch:
         self._rule = rule
         self._used = [0] * (size + 1)
         """Time at which each row was last used, counted in uses."""
+        lm = pair.target
+        self._reuses = not (lm.has_states or lm.copies_cache or lm.rope_switch)
+        """True if a row can continue after any of its tokens, so that prefixes are reused."""
         on_cpu = pair.target.device.type == "cpu"
         self._part = PART_ON_CPU if on_cpu else PART
 
@@ -177,9 +181,8 @@ class Batch:
         for job in self.jobs:
             job.decoding += seconds
         now = time.perf_counter()
-        for job, step in steps:
+        for job, _ in steps:
             job.first_token = job.first_token or now
-            job.answer.add(step)
         with torch_threads(self._session.torch_threads), torch.inference_mode():
             self._replace_finished(next_job)
         return steps
@@ -236,11 +239,15 @@ class Batch:
     def _should_wait(self, job: Job, admitted: list[Job]) -> bool:
         """Return True if a request shares more tokens with one that was just admitted, and not yet
         read, than with any row: after the next cycle it can reuse them."""
+        if not self._reuses:
+            return False
         coming = [common(other.prompt, job.prompt) for other in admitted]
         return max(coming, default=0) >= self._shared(job)[0] + LEAST_COPIED
 
     def _shared(self, job: Job) -> tuple[int, int]:
         """Return the length of the longest prefix of a request that a row holds, and the row."""
+        if not self._reuses:
+            return 0, 0
         shared = [common(tokens, job.prompt) for tokens in self._session.tokens()]
         best = max(range(len(shared)), key=shared.__getitem__)
         return shared[best], best
@@ -248,6 +255,9 @@ class Batch:
     def _begin(self, job: Job, at: int) -> None:
         """Give row `at` to a request, with the longest prefix that any row holds."""
         job.started = time.perf_counter()
+        if not self._reuses:
+            self._session.cut(at, 0)
+            return
         longest, best = self._shared(job)
         if longest < common(self._session.tokens()[at], job.prompt) + LEAST_COPIED:
             best = at
@@ -296,7 +306,7 @@ class Batch:
         self._touch(b)
         first_free = len(self.running) + (self._reading is not None)
         free = range(first_free, self.size + 1)
-        if free and (b != last or self._reading):
+        if self._reuses and free and (b != last or self._reading):
             kept = min(free, key=self._used.__getitem__)
             self._copy(b, kept)
             self._used[kept] = self._used[b]

@@ -60,10 +60,10 @@ class Dial:
                 return _with_heads(rule, known)
         if self.allow_any:
             return rule
-        others = "".join(f", {_shown(other)}" for other in self.allow)
+        others = "".join(f", {shown(other)}" for other in self.allow)
         raise InputError(
             f"{KEY} {dial!r}: may be more lenient than the server's rule "
-            f"{_shown(self.rule)}; it takes exact, a stricter threshold of that "
+            f"{shown(self.rule)}; it takes exact, a stricter threshold of that "
             f"rule{others}"
         )
 
@@ -132,7 +132,7 @@ def _stricter(rule: AnyOf, than: AnyOf) -> bool:
     ):
         return False
     pairs = [(a, b) for a, b in zip(rule.terms, than.terms) if a.has_threshold]
-    return all(_strictest(a, b) == _bound(a) for a, b in pairs)
+    return all(_is_as_strict(a, b) for a, b in pairs)
 
 
 def _with_heads(rule: AnyOf, like: AnyOf) -> AnyOf:
@@ -143,7 +143,7 @@ def _with_heads(rule: AnyOf, like: AnyOf) -> AnyOf:
     return rule
 
 
-def _shown(rule: AnyOf) -> str:
+def shown(rule: AnyOf) -> str:
     """Return a rule's spec without the folders of its heads."""
     return str(
         rule.with_terms(lambda term: term.relocated(lambda path: Path(path).name))
@@ -153,6 +153,14 @@ def _shown(rule: AnyOf) -> str:
 def _open(term: Term) -> Term:
     """Return a term at a fixed threshold, to compare terms except for their thresholds."""
     return _at(term, 0.5)
+
+
+def _is_as_strict(a: Any, b: Any) -> bool:
+    """Return True if a term's threshold is equal to another's, or stricter. Judges compare logits,
+    which tell probabilities close to 1 apart."""
+    if hasattr(a, "least_logit"):
+        return bool(a.least_logit >= b.least_logit)
+    return _strictest(a, b) == _bound(a)
 
 
 def _strictest(a: Term, b: Term) -> float:

@@ -137,8 +137,10 @@ def live_page(service: Service, needs_key: bool, nonce: str) -> str:
     """Return the page's HTML. `nonce` marks its own script."""
     decoders = {
         "target": "the target alone, one token a pass",
-        "strict": str(service.strict),
-        "lenient": str(service.lenient.rule) if service.lenient else None,
+        "strict": str(service.strict.without_paths()),
+        "lenient": str(service.lenient.without_paths().rule)
+        if service.lenient
+        else None,
     }
     built_in = service.pair.name == "built-in"
     steps = dial_steps(service)

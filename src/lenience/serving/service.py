@@ -18,13 +18,14 @@ from transformers import (
 
 from lenience.core.context import Context
 from lenience.core.errors import InputError
-from lenience.decoding.decoder import Decoder, Ends
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import SEED_BITS, Pair
 from lenience.rules.combine import AnyOf, as_rule
 from lenience.rules.lossless import is_lossless
 from lenience.rules.strict import Exact
+from lenience.runs.certificate import narrowed
 from lenience.serving.batch import Batch, Job, RuleOfRow
-from lenience.serving.dial import Dial, certified_rule, holding_certificate
+from lenience.serving.dial import Dial, certified_rule, holding_certificate, shown
 from lenience.serving.worker import Lane, Worker
 
 MAIN = "main"
@@ -69,7 +70,8 @@ class Penalties:
 
     presence: float = 0.0
     frequency: float = 0.0
-    repetition: float = 1.0
+    repetition: float | None = None
+    """Penalty in place of the model's own; None for the model's."""
     bias: Mapping[int, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -81,7 +83,8 @@ class Penalties:
         if self.bias:
             biases: Any = {(token,): bias for token, bias in self.bias.items()}
             found.append(SequenceBiasLogitsProcessor(biases))
-        if self.repetition != 1.0:
+        if self.repetition not in (None, 1.0):
+            assert self.repetition is not None
             found.append(RepetitionPenaltyLogitsProcessor(self.repetition))
         if self.presence or self.frequency:
             found.append(CountPenalty(prompt_length, self.presence, self.frequency))
@@ -123,6 +126,8 @@ class Service:
         self.decoder = decoder
         self.dial = _dial(decoder, config)
         _check(pair, decoder, self.dial)
+        if config.strict is not None:
+            _check_strict(pair, config.strict)
         self.rule = RuleOfRow(self.dial.rules)
         own = pair.name if pair.name == "built-in" else pair.target.name
         self.name = config.name or own
@@ -131,6 +136,12 @@ class Service:
         self._checked = set[Decoder]()
         self.context, batch = self._batch_that_fits()
         self._batch: Batch | None = batch
+
+    @property
+    def shown(self) -> str:
+        """Return the server's rule, without the folders of heads and runs."""
+        bound = self.decoder.bound_to
+        return "certified" if bound else shown(self.dial.rule)
 
     @property
     def strict(self) -> Decoder:
@@ -168,10 +179,10 @@ class Service:
         allow."""
         penalties = penalties or Penalties()
         decoder = self._decoder(options, dial)
-        if penalties and decoder.bound_to:
+        if decoder.bound_to and (penalties or told.get("ignore_eos")):
             raise InputError(
-                f"penalties and logit_bias: rule {decoder.bound_to.source} is not certified with "
-                "them; leave them out, or send lenience exact"
+                f"penalties, logit_bias and ignore_eos: rule {decoder.bound_to.source} is not "
+                "certified with them; leave them out, or send lenience exact"
             )
         self._check_length(len(prompt), decoder.answer_tokens)
         sampling = self._sampling(decoder, penalties, len(prompt))
@@ -181,11 +192,10 @@ class Service:
         """Make the request of a column of the live page. Raises InputError for a dial that the
         server does not allow."""
         decoder = self.racing(name)
-        if dial is not None:
-            decoder = replace(decoder, rule=self.dial.rule_for(dial), bound_to=None)
         if decoder.bound_to:
-            ends = Ends(min(new, decoder.max_new_tokens))
-            decoder = replace(decoder, ends=ends)
+            new = min(new, decoder.max_new_tokens)
+        if name == "lenient" and (decoder.bound_to or dial is not None):
+            decoder = self._decoder({"max_new_tokens": new}, dial)
         else:
             decoder = replace(decoder, max_new_tokens=new)
         self._check_length(len(prompt), decoder.answer_tokens)
@@ -199,14 +209,17 @@ class Service:
     def _decoder(self, options: Mapping[str, Any], dial: object) -> Decoder:
         """Return the checked decoder of a request."""
         rule = self.dial.rule_for(dial)
-        certified = self.decoder.bound_to
-        if certified and rule == self.dial.rule:
-            asked = Decoder.of({"rule": certified.source, **options})
+        if self.decoder.bound_to and rule == self.dial.rule:
+            asked = narrowed(self.decoder, options)  # checked at the start
         else:
-            own = {"rule": rule, "bound_to": None, **options}
-            if self.decoder.bound_to:  # lengths are not bound without the certificate
-                own.setdefault("max_new_tokens", self.decoder.answer_tokens)
-            asked = replace(self.decoder, **own)
+            asked = replace(self.decoder, rule=rule, bound_to=None, **options)
+            self._check_asked(asked, dial)
+        if asked.temperature and "seed" not in options:
+            asked = replace(asked, seed=secrets.randbits(SEED_BITS))
+        return asked
+
+    def _check_asked(self, asked: Decoder, dial: object) -> None:
+        """Raise InputError if the caches or the models do not fit a request's decoder."""
         if not self.rule.can_ask(asked.rule):
             raise InputError(
                 f"lenience {dial!r}: reads states of a model that this server does not keep; "
@@ -217,9 +230,6 @@ class Service:
             self.pair.check(asked)
             if len(self._checked) < 1000:
                 self._checked.add(kind)
-        if asked.temperature and "seed" not in options and not asked.bound_to:
-            asked = replace(asked, seed=secrets.randbits(SEED_BITS))
-        return asked
 
     def _check_length(self, prompt: int, new: int) -> None:
         if prompt + new > self.context:
@@ -254,11 +264,20 @@ class Service:
         found = self.pair.context(decoder)
         if penalties:
             own = penalties.processors(prompt_length)
-            chain = LogitsProcessorList([*(found.processors or []), *own])
+            chain = LogitsProcessorList([*self._own_processors(found, penalties), *own])
             return replace(found, processors=chain)
         if len(self._contexts) < 1000:
             self._contexts[key] = found
         return found
+
+    def _own_processors(self, found: Context, penalties: Penalties) -> list[Any]:
+        """Return the model's own logits processors, without those that a request replaces."""
+        replaced = penalties.repetition is not None
+        return [
+            each
+            for each in found.processors or []
+            if not (replaced and isinstance(each, RepetitionPenaltyLogitsProcessor))
+        ]
 
     def _batch_that_fits(self) -> tuple[int, Batch]:
         """Return the maximum number of tokens per request and a batch with caches for it. Without a
@@ -301,6 +320,13 @@ class Service:
             exact = as_rule(Exact())
             return replace(self.decoder, rule=exact, window=0, bound_to=None)
         return self.strict if name == "strict" else self.lenient or self.strict
+
+
+def _check_strict(pair: Pair, strict: Decoder) -> None:
+    """Raise InputError for a setting that cannot be the live page's strict column."""
+    if not is_lossless(strict.rule):
+        raise InputError(f"--strict {strict}: its rule is lenient; name exact")
+    _check(pair, strict, _dial(strict, ServeConfig()))
 
 
 def _dial(decoder: Decoder, config: ServeConfig) -> Dial:

@@ -60,10 +60,6 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and self.ends_at is None
 
-    @property
-    def thread(self) -> threading.Thread:
-        return self._thread
-
     def submit(self, name: str, jobs: list[tuple[Job, Listener]]) -> None:
         """Put requests into the queue of a lane, all or none. Raises Busy if they have no room, and
         RunError if the worker is closing."""
