@@ -27,10 +27,15 @@ class Choice:
     text: str = ""
     trace: list[Trace] = field(default_factory=list)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Step, lm: LM) -> None:
+        """Add a step. If steps carry no text, the text is decoded at the end."""
         self.text += step.text
         self.trace += step.trace
         self.counts.add(step)
+        response = self.job.response
+        if step.finish and not (response.stream or response.stop_strings):
+            tokens = [entry.token for entry in self.trace]
+            self.text = lm.decode([each for each in tokens if each not in lm.eos_ids])
 
     @property
     def reason(self) -> str | None:

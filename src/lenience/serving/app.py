@@ -400,6 +400,7 @@ class Server:
                         options,
                         asked.dial,
                         penalties,
+                        streams=bool(asked.stream),
                         ignore_eos=bool(asked.ignore_eos),
                         alternatives=asked.alternatives,
                     )
@@ -451,7 +452,7 @@ class Server:
                 choice = by_job[id(job)]
                 if not choice.trace:
                     self._began(job)
-                choice.add(step)
+                choice.add(step, self.lm)
                 self.metrics.add(step)
                 left -= step.finish is not None
                 if step.finish:

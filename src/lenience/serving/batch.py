@@ -55,12 +55,14 @@ class RuleOfRow(Rule):
         for b, row in enumerate(ctx.rows):
             key = row.memory[_RULE], id(row.sampling)
             groups.setdefault(key, []).append(b)
+        if len(groups) == 1:
+            ((rule, _),) = groups
+            alike = ctx.group([*range(len(ctx.rows))]) if ctx.is_mixed else ctx
+            return rule(draft, reading, alike)
         verdicts: dict[int, Verdict] = {}
         for (rule, _), rows in groups.items():
-            some = draft, reading
-            if len(groups) > 1:
-                some = draft.rows(rows), reading.rows(rows)
-            verdicts.update(zip(rows, rule(*some, ctx.group(rows))))
+            found = rule(draft.rows(rows), reading.rows(rows), ctx.group(rows))
+            verdicts.update(zip(rows, found))
         return [verdicts[b] for b in range(len(ctx.rows))]
 
 
@@ -92,11 +94,13 @@ class Job:
         prompt: list[int],
         sampling: Context | None = None,
         *,
+        streams: bool = True,
         ignore_eos: bool = False,
         alternatives: int | None = None,
     ) -> Job:
         """Make a request from a checked decoder. `sampling` holds its sampling parameters; None for
-        those of the batch. Raises InputError for stop strings that cannot be found."""
+        those of the batch. Steps carry their text if it `streams`. Raises InputError for stop
+        strings that cannot be found."""
         row = Row(Noise.for_prompt(decoder.seed_of(0), prompt), list(prompt))
         row.memory[_RULE] = decoder.rule
         row.sampling = sampling
@@ -105,7 +109,7 @@ class Job:
             decoder.max_new_tokens,
             len(prompt),
             decoder.answer_stops,
-            stream=True,
+            stream=streams,
             shown=decoder.answer_tokens,
             ignore_eos=ignore_eos,
         )
@@ -202,14 +206,19 @@ class Batch:
         return steps
 
     def _context(self, jobs: Sequence[Job]) -> Context:
+        """Return the context of the running requests; the same object while they stay the same."""
         rows = [job.row for job in jobs]
+        last = self._ctx.rows
+        if len(rows) == len(last) and all(a is b for a, b in zip(rows, last)):
+            return self._ctx
         asked = [job.alternatives for job in jobs if job.alternatives is not None]
-        return replace(
+        self._ctx = replace(
             self._ctx,
             rows=rows,
             logprobs=bool(asked),
             alternatives=max(asked, default=0),
         )
+        return self._ctx
 
     def _admit(self, next_job: Callable[[], Job | None]) -> None:
         """Give free rows to new requests, in order, and read at most a part's tokens of their
