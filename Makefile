@@ -13,7 +13,7 @@ types:
 	MYPYPATH=benchmarks:studies:tools/embedded $(BIN)/mypy --explicit-package-bases \
 		--disable-error-code=arg-type --disable-error-code=union-attr benchmarks studies tools
 
-test:   ## what is not marked slow: about four minutes on two cores
+test:   ## what is not marked slow: under five minutes on two cores
 	$(BIN)/pytest -n 2
 
 test-all:   ## all but vLLM: 16 to 30 minutes on two cores

@@ -402,8 +402,8 @@ class Server:
                         penalties,
                         streams=bool(asked.stream),
                         ignore_eos=bool(asked.ignore_eos),
-                        alternatives=asked.alternatives,
                     )
+                    job.alternatives = asked.alternatives
                 except InputError as error:
                     raise ApiError(400, first_line(error)) from None
                 jobs.append(job)

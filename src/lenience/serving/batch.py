@@ -96,7 +96,6 @@ class Job:
         *,
         streams: bool = True,
         ignore_eos: bool = False,
-        alternatives: int | None = None,
     ) -> Job:
         """Make a request from a checked decoder. `sampling` holds its sampling parameters; None for
         those of the batch. Steps carry their text if it `streams`. Raises InputError for stop
@@ -113,13 +112,7 @@ class Job:
             shown=decoder.answer_tokens,
             ignore_eos=ignore_eos,
         )
-        return cls(
-            decoder,
-            prompt,
-            row=row,
-            response=response,
-            alternatives=alternatives,
-        )
+        return cls(decoder, prompt, row, response)
 
     @property
     def tokens(self) -> list[int]:

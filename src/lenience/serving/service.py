@@ -172,21 +172,29 @@ class Service:
         options: Mapping[str, Any],
         dial: object = None,
         penalties: Penalties | None = None,
-        **told: Any,
+        *,
+        streams: bool = True,
+        ignore_eos: bool = False,
     ) -> Job:
-        """Make a request from the ids of its prompt, its options of decoding, and its dial. `told`
-        holds further arguments of `Job.of`. Raises InputError for what the server does not
-        allow."""
+        """Make a request from the ids of its prompt, its options of decoding, and its dial.
+        Raises InputError for what the server does not allow."""
         penalties = penalties or Penalties()
         decoder = self._decoder(options, dial)
-        if decoder.bound_to and (penalties or told.get("ignore_eos")):
+        if decoder.bound_to and (penalties or ignore_eos):
             raise InputError(
                 f"penalties, logit_bias and ignore_eos: rule {decoder.bound_to.source} is not "
                 "certified with them; leave them out, or send lenience exact"
             )
         self._check_length(len(prompt), decoder.answer_tokens)
         sampling = self._sampling(decoder, penalties, len(prompt))
-        return Job.of(self.pair, decoder, prompt, sampling, **told)
+        return Job.of(
+            self.pair,
+            decoder,
+            prompt,
+            sampling,
+            streams=streams,
+            ignore_eos=ignore_eos,
+        )
 
     def racer(self, name: str, prompt: list[int], new: int, dial: object) -> Job:
         """Make the request of a column of the live page. Raises InputError for a dial that the
@@ -200,7 +208,9 @@ class Service:
             decoder = replace(decoder, max_new_tokens=new)
         self._check_length(len(prompt), decoder.answer_tokens)
         sampling = self.pair.context(decoder)
-        return Job.of(self.pair, decoder, prompt, sampling, alternatives=1)
+        job = Job.of(self.pair, decoder, prompt, sampling)
+        job.alternatives = 1
+        return job
 
     def room(self, prompt: Sequence[int]) -> int:
         """Return the maximum number of new tokens after a prompt."""
