@@ -176,6 +176,7 @@ def test_an_error_is_shown(server: Served, page: Any) -> None:
     page.fill("#prompt", "zebra <script>alert(1)</script>")
     page.click("#run")
     page.locator("#said").filter(has_text="prompt:").wait_for()
+    assert page.locator("#lenient .t").count() == 0
     page.problems.clear()  # the browser notes the status 400
 
 

@@ -37,9 +37,10 @@ from lenience.decoding.pair import Pair
 from lenience.rules.combine import AnyOf
 from lenience.runs.certificate import narrowed
 from lenience.serving import batch as batches
-from lenience.serving.app import LARGEST_BODY, make_app
+from lenience.serving.app import make_app
 from lenience.serving.batch import Batch, Job, RuleOfRow
 from lenience.serving.dial import Dial
+from lenience.serving.guard import LARGEST_BODY
 from lenience.serving.service import CountPenalty, Penalties, ServeConfig, Service
 from lenience.serving.worker import Busy, Lane, Worker
 from lenience.tasks import WordMath
@@ -313,7 +314,9 @@ def test_what_cannot_be_done_is_an_error_of_its_field(
 
 def test_neutral_and_unread_fields_are_taken(server: Served) -> None:
     asked = {"tools": None, "min_p": 0, "user": "me", "best_of": 1, "suffix": None}
-    server.complete(prompt=[5, 6], **asked, stop=None, stream=None, presence_penalty=0)
+    asked |= {"stop": None, "stream": None, "presence_penalty": 0}
+    found = server.complete(prompt=[5, 6], **asked)
+    assert found["token_ids"] == server.complete(prompt=[5, 6])["token_ids"]
 
 
 def test_bodies_that_are_no_requests(server: Served) -> None:

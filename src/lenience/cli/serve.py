@@ -139,7 +139,8 @@ def _serve(server: ServerFlags, options: dict[str, Any], models: Models) -> None
     )
     pair = models.load(needs_draft=wants_draft, tokens=MANY)
     with loading():
-        from lenience.serving.app import is_loopback, make_app
+        from lenience.serving.app import make_app
+        from lenience.serving.guard import is_loopback
         from lenience.serving.service import Service
 
         service = Service(pair, decoder, config)

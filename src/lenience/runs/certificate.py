@@ -245,14 +245,9 @@ def resolve(given: Mapping[str, Any]) -> Decoder:
     certified = certificate.decoder(folder)
     asked = Decoder.of(options)
     _check_options(rule, options, certified, asked)
-    further = tuple(
-        text for text in asked.stop_strings if text not in certified.stop_strings
-    )
-    shorter = (
-        asked.max_new_tokens < certified.max_new_tokens and "max_new_tokens" in options
-    )
-    ends = Ends(asked.max_new_tokens if shorter else None, further)
-    return replace(certified, seed=asked.seed, ends=ends)
+    if "max_new_tokens" not in options:
+        asked = replace(asked, max_new_tokens=certified.max_new_tokens)
+    return _with_ends(certified, asked)
 
 
 def narrowed(certified: Decoder, given: Mapping[str, Any]) -> Decoder:
@@ -272,6 +267,12 @@ def narrowed(certified: Decoder, given: Mapping[str, Any]) -> Decoder:
                 getattr(certified, name),
                 getattr(asked, name),
             )
+    return _with_ends(certified, asked)
+
+
+def _with_ends(certified: Decoder, asked: Decoder) -> Decoder:
+    """Return a certified decoder with the seed, the lower length limit and the further stop strings
+    of another."""
     further = tuple(
         text for text in asked.stop_strings if text not in certified.stop_strings
     )

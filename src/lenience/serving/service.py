@@ -253,21 +253,8 @@ class Service:
     ) -> Context | None:
         """Return the sampling parameters of a request; None if they are the batch's. Requests with
         equal parameters share one object, so that they are judged together."""
-        key = (
-            decoder.temperature,
-            decoder.draft_temperature,
-            decoder.top_k,
-            decoder.top_p,
-            decoder.rule.needs.whole_window,
-        )
-        base = self.decoder
-        if not penalties and key == (
-            base.temperature,
-            base.draft_temperature,
-            base.top_k,
-            base.top_p,
-            base.rule.needs.whole_window,
-        ):
+        key = _parameters(decoder)
+        if not penalties and key == _parameters(self.decoder):
             return None
         if not penalties and key in self._contexts:
             return self._contexts[key]
@@ -330,6 +317,17 @@ class Service:
             exact = as_rule(Exact())
             return replace(self.decoder, rule=exact, window=0, bound_to=None)
         return self.strict if name == "strict" else self.lenient or self.strict
+
+
+def _parameters(decoder: Decoder) -> tuple[Any, ...]:
+    """Return the options of a decoder that determine its sampling parameters."""
+    return (
+        decoder.temperature,
+        decoder.draft_temperature,
+        decoder.top_k,
+        decoder.top_p,
+        decoder.rule.needs.whole_window,
+    )
 
 
 def _check_strict(pair: Pair, strict: Decoder) -> None:
