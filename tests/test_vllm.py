@@ -35,6 +35,7 @@ from lenience.certification.question import CertifyConfig
 from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
 from lenience.core.progress import silent
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, Comparison
@@ -48,6 +49,7 @@ from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples, read_run
 from lenience.tasks import Sample, load_task, take
 from lenience.training.features import compute_features
+from lenience.training.fit_drafter import DrafterPlan, fit_drafter
 
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 ROOT = Path(__file__).parents[1]
@@ -390,7 +392,130 @@ def test_an_aborted_request_leaves_others_as_they_are(
     assert tokens(again) == tokens(whole) and counts(again) == counts(whole)
 
 
+def asynchronously(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM with asynchronous scheduling answers."""
+    script = ROOT / "tests/asynchronous_vllm/answer.py"
+    (folder / "asked.json").write_text(json.dumps(asked))
+    subprocess.run(
+        [sys.executable, script, folder / "asked.json", folder / "told.json"],
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(script.parent)},
+    )
+    told: dict[str, Any] = json.loads((folder / "told.json").read_text())
+    return told
+
+
+ASKED = ("temperature", "max_tokens", "repetition_penalty", "seed")
+
+
+def asked_of(options: dict[str, Any], requests: list[Any]) -> dict[str, Any]:
+    """A request to `answer.py`: an engine's arguments, and prompts with their parameters."""
+    return {
+        "engine": {**ENGINE, "speculative_config": DRAFT, **options},
+        "requests": [
+            {
+                "prompt": prompt,
+                "params": {name: getattr(setting, name) for name in ASKED},
+                "extra_args": setting.extra_args,
+            }
+            for prompt, setting in requests
+        ],
+    }
+
+
+def test_asynchronous_scheduling_changes_no_answer(
+    engine: Any,
+    judge: str,
+    allowed: list[str],
+    samples: list[Sample],
+    tmp_path: Path,
+) -> None:
+    """With asynchronous scheduling a step is laid out before the one before it is decided, and the
+    runner has -1 in place of each token. Answers and counts are those without; also of rules that
+    read the text so far."""
+    dials = [None, "exact", *(rule for rule in allowed if "fuzzy" not in rule)]
+    settings = [
+        *map(params, dials),
+        params("topk:2", repetition_penalty=1.3),
+        params("topk:2", temperature=0.8, seed=3),
+    ]
+    requests = [(sample.prompt, setting) for sample in samples for setting in settings]
+    options = {"lenience": {"rule": f"{judge}@0.5", "allow": allowed}}
+    told = asynchronously(tmp_path, asked_of({"additional_config": options}, requests))
+    expected = [out for row in answers(engine, samples, *settings) for out in row]
+    for (_, setting), out, (found, counted) in zip(
+        requests, expected, told["answers"], strict=True
+    ):
+        if not setting.temperature:  # vLLM draws drafts without the request's seed
+            assert found == list(out.outputs[0].token_ids)
+            assert counted == (out.kv_transfer_params or {}).get("lenience")
+
+
+def test_preemption_with_asynchronous_scheduling_loses_no_count(
+    pair: Pair, samples: list[Sample], tmp_path: Path
+) -> None:
+    """The first pass after a preemption has no window, so lenient answers differ from those of
+    requests alone. Held against transformers' logits: each token is the target's own or its
+    second; as many as are counted are not its own; and a budget and a span hold over the whole
+    answer."""
+    budget = "topk:2,budget=3"
+    dials = ["exact", "topk:2", budget, SPAN.replace("topk:3,ratio=0.01", "topk:2")]
+    requests = [(sample.prompt, params(dial)) for sample in samples for dial in dials]
+    crowded = {
+        "additional_config": {"lenience": {"rule": "topk:2", "allow": dials}},
+        "block_size": 32,
+        "num_gpu_blocks_override": BLOCKS,
+        "max_model_len": 256,
+        "disable_log_stats": False,
+    }
+    told = asynchronously(tmp_path, asked_of(crowded, requests))
+    assert told["preempted"] > 0
+    spans = others = 0
+    for (prompt, setting), (found, counted) in zip(
+        requests, told["answers"], strict=True
+    ):
+        dial = setting.extra_args["lenience"]
+        ids = pair.target.encode(prompt)
+        with torch.inference_mode():
+            logits = pair.target.model(torch.tensor([ids + found])).logits[0]
+        best = logits[len(ids) - 1 : -1].topk(2).indices.tolist()
+        assert all(token in two for token, two in zip(found, best))
+        changed = [i for i, two in enumerate(best) if found[i] != two[0]]
+        if dial == "exact":
+            assert not changed and counted is None
+            continue
+        assert len(changed) == counted["kept_leniently"]
+        if dial == budget:
+            assert len(changed) <= 3
+        elif dial != "topk:2":
+            begins = prompt.endswith("Answer:")
+            ends = [
+                i
+                for i in range(len(found) + 1)
+                if "The final" in pair.target.decode(found[:i])
+            ]
+            assert begins and all(i <= min(ends, default=i) for i in changed)
+            spans += len(changed)
+        else:
+            others += len(changed)
+    assert others > 0 and spans > 0
+
+
 # ---- our engine
+
+
+@pytest.fixture(scope="module")
+def eagle(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An EAGLE-3 head, trained for a moment."""
+    run = Path(
+        shutil.copytree(EMBEDDED / "run", tmp_path_factory.mktemp("eagle") / "run")
+    )
+    journal = run / "journal.jsonl"
+    few = journal.read_text().splitlines(keepends=True)[:150]
+    journal.write_text("".join(few))
+    plan = DrafterPlan("eagle", run / "eagle", epochs=1)
+    fit_drafter(pair, run, plan)
+    return f"eagle:{run / 'eagle'}"
 
 
 @pytest.fixture(scope="module")
@@ -432,13 +557,74 @@ def test_a_pair_in_vllm_answers_as_our_own_loop(
                 assert out.accepted_lenient == own.accepted_lenient > 0
 
 
-def test_mining_in_vllm_finds_the_labels_of_our_own_loop(
-    in_vllm: VllmPair, pair: Pair, tmp_path: Path
+@pytest.mark.parametrize("kind", ["ngram", "eagle"])
+def test_every_drafter_in_vllm_drafts_as_our_own(
+    in_vllm: VllmPair,
+    pair: Pair,
+    judge: str,
+    samples: list[Sample],
+    kind: str,
+    request: pytest.FixtureRequest,
 ) -> None:
+    """Both begin with the target's first token, as our own loop has no states before it."""
+    drafter = (
+        "ngram:oldest=true" if kind == "ngram" else request.getfixturevalue("eagle")
+    )
+    options = dict(window=WINDOW, max_new_tokens=160, drafter=drafter)
+    prompts = [sample.prompt for sample in samples[:4]]
+    lenient = 0
+    for rule in ("exact", "topk:2", f"{judge}@0.5"):
+        outs = in_vllm.generate_batch(prompts, batch_size=3, rule=rule, **options)
+        for prompt, out in zip(prompts, outs):
+            begun = pair.target.encode(prompt)
+            first = out.tokens[:1] if kind == "ngram" else []
+            own = pair.generate(
+                begun + first,
+                rule=rule,
+                **options | {"max_new_tokens": 160 - len(first)},
+            )
+            lenient += out.accepted_lenient
+            assert out.finish == own.finish
+            if out.finish == "length":  # there the last windows have other lengths
+                assert out.tokens[:-1] == (first + own.tokens)[:-1]
+                continue
+            assert out.tokens == first + own.tokens
+            if rule == "exact":
+                new = [token for token in out.tokens if token]
+                assert new == greedily(pair, prompt, 160)
+            else:  # vLLM itself does not tell whether a drafted EOS was accepted
+                assert out.accepted_exact == own.accepted_exact
+            assert out.target_passes == own.target_passes + len(first)
+            assert out.accepted_lenient == own.accepted_lenient
+    assert lenient > 0
+
+
+def test_a_rule_without_its_distribution_is_refused(in_vllm: VllmPair) -> None:
+    options = dict(rule="fuzzy:js@0.3", temperature=1.0, window=WINDOW)
+    with pytest.raises(InputError, match="ngram"):
+        in_vllm.generate("1", drafter="ngram:oldest=true", **options)
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle"])
+def test_mining_in_vllm_finds_the_labels_of_our_own_loop(
+    in_vllm: VllmPair,
+    pair: Pair,
+    tmp_path: Path,
+    kind: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    drafter = "model" if kind == "model" else request.getfixturevalue("eagle")
     task, found = load_task("wordmath"), {}
     for one in (in_vllm, pair):
         folder = tmp_path / one.engine_name
-        mine(one, task, folder, MineConfig(limit=3, batch_size=2))
+        mine(
+            one,
+            task,
+            folder,
+            MineConfig(
+                limit=3, batch_size=2, drafter=Decoder.of(drafter=drafter).drafter
+            ),
+        )
         found[one] = list(mined_samples(Journal(folder / "journal.jsonl")))
     for there, here in zip(found[in_vllm], found[pair], strict=True):
         of_theirs, of_ours = vars(there), vars(here)
@@ -451,7 +637,12 @@ def test_mining_in_vllm_finds_the_labels_of_our_own_loop(
     run = tmp_path / in_vllm.engine_name
     assert read_run(run).engine == f"vllm {vllm_version()}"
     with pytest.raises(InputError, match="engine"):
-        mine(pair, task, run, MineConfig(limit=4))
+        mine(
+            pair,
+            task,
+            run,
+            MineConfig(limit=4, drafter=Decoder.of(drafter=drafter).drafter),
+        )
     compute_features(pair, run, Inputs(("target",)))
 
 
@@ -538,7 +729,8 @@ def test_what_vllm_does_not_do_for_us_is_refused_by_name(
     for options, message in (
         ({"stop": "confidence:0.4"}, "vLLM drafts whole windows"),
         ({"tree": "dynamic:8"}, "vLLM drafts chains"),
-        ({"drafter": "ngram"}, "vLLM drafts with the pair's model"),
+        ({"drafter": "ngram"}, "vLLM uses the oldest; take ngram:oldest=true"),
+        ({"drafter": "suffix"}, "vLLM has none like it"),
         ({"window": "auto"}, "name one"),
         ({"rule": "fuzzy:js@0.3"}, "give a temperature above 0"),
     ):
@@ -661,6 +853,7 @@ def test_what_cannot_be_done_as_asked_is_refused_before_the_start(
     other = tmp_path / "other"
     wrong = {**pair.fingerprints, "target": "another"}
     Head(torch.zeros(640), 0.0, Inputs(("target",)), 0.5, wrong).save(other)
+    ngram = dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=3)
     synthetic = {**DRAFT, "rejection_sample_method": "synthetic"}
     synthetic["synthetic_acceptance_rates"] = [0.5] * WINDOW
     for changes, message in (
@@ -670,6 +863,10 @@ def test_what_cannot_be_done_as_asked_is_refused_before_the_start(
         (asks(f"judge:{other}@0.5"), "was trained for another target"),
         ({**asks("topk:3"), "speculative_config": None}, "does not draft"),
         ({**asks("topk:3"), "speculative_config": synthetic}, "is a rule of its own"),
+        (
+            {**asks("fuzzy:js@0.3"), "speculative_config": ngram},
+            "distribution with the target's, and ngram has none",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             configured(**changes)

@@ -364,6 +364,14 @@ def test_what_was_not_drafted_is_not_judged(
     runner.req_states.add(3, "fresh", [1, 2])
     runner.sampler.add_request(3, params(3, "topk:31"))
     runner.req_states.add(4, "trial", [1, 2])
+    for slot, warmup in ((2, "_warmup_2_"), (1, "_v2_mixed_warmup_1")):
+        trial = run({slot: params(slot, "topk:31")})
+        trial.req_states.add(0, warmup, [1, 2])
+        trial.sampler.add_request(0, params(0, "topk:31", min_p=0.1))
+        trial.req_states.give(0, [3])
+        given, states, counts = step(trial, {0: [7, 8, 9], slot: [7, 8, 9]}, 1)
+        assert set(counts) == {f"request-{slot}"} and given[slot][:3] == [7, 8, 9]
+        assert given[0][0] == int((states[0][0] @ trial.weight).argmax())
     windows = {slot: [7, 8, 9] for slot in range(5)}
     invalid = torch.zeros(20, dtype=torch.bool)
     invalid[2] = True  # the second token of the first window
@@ -374,6 +382,7 @@ def test_what_was_not_drafted_is_not_judged(
     assert given[0] == [7, best[0][1]] and given[1] == [7, 8, 9, best[1][3]]
     assert given[3] == [best[3][0]] and given[4] == [best[4][0]]
     assert "fresh" not in counts and "trial" not in counts
+    runner.sampler.add_request(5, params(5, "topk:31"))  # a trial run's, of no request
     kept = {
         id: one["kept_strictly"] + one["kept_leniently"] for id, one in counts.items()
     }
@@ -396,8 +405,15 @@ def test_a_budget_lasts_over_preemption_and_ends_with_the_request(
     runner.req_states.prompt_len.np[5] = 3
     runner.sampler.add_request(5, params(2, "topk:31,budget=4"))
     runner.req_states.give(5, [1])
+    # vLLM may drop a step in flight: the last token is another one now
+    runner.req_states.all_token_ids.gpu[5, runner.req_states.total[5] - 2] = 30
     _, _, counts = step(runner, {5: [7, 8, 9]}, 2)
     assert counts["request-2"]["kept_leniently"] == 4
+    (row,) = v2._runners[-1].deciding.rows.values()
+    assert (
+        row.prefix == runner.req_states.all_token_ids.gpu[5, : len(row.prefix)].tolist()
+    )
+    assert row.prefix[-2:] == [30, 1]
     runner.finish_requests(SimpleNamespace(finished_req_ids={"request-2"}))
     runner.req_states.add(1, "request-2", [4, 5])
     runner.sampler.add_request(1, params(2, "topk:31,budget=4"))

@@ -7,8 +7,9 @@ from typing import Protocol
 
 import torch
 
-from lenience.core.context import Context
+from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
+from lenience.core.noise import Noise
 from lenience.core.protocols import Drafter
 from lenience.core.types import Reading, Verdict
 from lenience.decoding.checks import draft_of, share_vocabulary
@@ -19,6 +20,7 @@ from lenience.decoding.soundness import check_predictions, warn_of_non_finite
 from lenience.drafting.base import DrafterSpec
 from lenience.models.lm import LM
 from lenience.models.session import Session
+from lenience.models.threads import torch_threads
 
 ROOM = 2
 """Token budget with which a drafter proposes one token: that token and the correction."""
@@ -70,6 +72,20 @@ def guesses_of(pair: CanDecode, decoder: Decoder, capacity: int) -> Guesses:
     if decoder.drafter.proposes_as_draft and share_vocabulary(pair.models):
         return _ModelGuesses(pair, capacity)
     return _DrafterGuesses(pair, decoder, capacity)
+
+
+def guess(
+    guesses: Guesses, question: Predict, ctx: Context, seed: int, threads: int | None
+) -> tuple[list[int | None], int]:
+    """Answer a request. Return the drafter's token at each position (None where it proposes
+    nothing), and the number of tokens that the models have read for it. `ctx` holds the sampling
+    parameters; `threads` is the number of torch's threads, None for any."""
+    noise = Noise.for_prompt(seed, question.ids[: question.prompt_length])
+    at = Row(noise, position=question.start - question.prompt_length)
+    read = guesses.tokens_read
+    with torch_threads(threads), torch.inference_mode():
+        predicted = guesses.predict(question, replace(ctx, rows=[at]))
+    return predicted, guesses.tokens_read - read
 
 
 class _ModelGuesses:

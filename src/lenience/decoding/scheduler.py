@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
 from lenience.core.context import Context, Row
 from lenience.core.noise import Noise
 from lenience.core.protocols import Drafter, Rule
@@ -27,14 +25,13 @@ from lenience.decoding.dialogue import (
     FinishedDialogue,
     Predict,
 )
-from lenience.decoding.guesses import guesses_of
+from lenience.decoding.guesses import guess, guesses_of
 from lenience.decoding.loop import cycle
 from lenience.decoding.response import Response
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.earlier_texts import Recalled
 from lenience.models.lm import LM
 from lenience.models.session import Session, common
-from lenience.models.threads import torch_threads
 
 T = TypeVar("T")
 LONGEST = 32
@@ -414,15 +411,9 @@ class _Conversation(Generic[T]):
     def _predict(self, question: Predict) -> list[int | None]:
         """Return the drafter's guesses, and add their cost."""
         assert self._guesses
-        noise = Noise.for_prompt(
-            self._how.sampling.seed, question.ids[: question.prompt_length]
-        )
-        at = Row(noise, position=question.start - question.prompt_length)
-        ctx = replace(self._ctx, rows=[at])
-        with torch_threads(self._threads), torch.inference_mode():
-            read = self._guesses.tokens_read
-            predicted = self._guesses.predict(question, ctx)
-        self.talk.cost.draft_tokens += self._guesses.tokens_read - read
+        seed = self._how.sampling.seed
+        predicted, read = guess(self._guesses, question, self._ctx, seed, self._threads)
+        self.talk.cost.draft_tokens += read
         return predicted
 
 

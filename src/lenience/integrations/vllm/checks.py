@@ -17,6 +17,13 @@ from lenience.core.protocols import Rule
 from lenience.core.version import VERSION
 from lenience.decoding.decoder import Binding, check_binding
 from lenience.heads.head import shown_layers
+from lenience.integrations.vllm.drafters import (
+    WITH_PROBS,
+    WITHOUT_PROBS,
+    check_method,
+    drafter_of,
+    has_probs,
+)
 from lenience.integrations.vllm.served_rule import VARIABLE, ServedRule
 from lenience.rules.combine import AnyOf
 from lenience.rules.lenient import Ensemble
@@ -101,6 +108,7 @@ def _check_engine(server: ServedRule, config: Any) -> None:
     """Raise InputError for a configuration in which rows are not where rules expect them, or models
     are not those that heads were trained on."""
     speculative = config.speculative_config
+    check_method(speculative)
     has_heads = server.allow_any or any(rule.heads for rule in server.rules)
     spread = config.parallel_config.distributed_executor_backend == "ray"
     refused = {
@@ -109,9 +117,6 @@ def _check_engine(server: ServedRule, config: Any) -> None:
         "leave it out": speculative.rejection_sample_method != "standard",
         "prefill context parallelism deals rows out anew; leave it out": (
             getattr(config.parallel_config, "prefill_context_parallel_size", 1) > 1
-        ),
-        "tokens are scheduled before they are decided on; add --no-async-scheduling": (
-            config.scheduler_config.async_scheduling
         ),
         "LoRA makes other models of the target, and a head was fitted to one; leave it out": (
             config.lora_config is not None and has_heads
@@ -153,10 +158,12 @@ def check_rule(rule: AnyOf, config: Any) -> None:
     """Raise InputError if vLLM lacks an input of the rule, or a head belongs to other models."""
     speculative = config.speculative_config
     check_reads(rule)
-    if needs_draft_probs(rule) and speculative.draft_sample_method != "probabilistic":
+    if needs_draft_probs(rule) and not has_probs(speculative):
+        compares = f"rule {rule}: compares the draft's distribution with the target's"
+        if speculative.method in WITHOUT_PROBS:
+            raise InputError(f"{compares}, and {speculative.method} has none")
         raise InputError(
-            f"rule {rule}: compares the draft's distribution with the target's; set "
-            '"draft_sample_method": "probabilistic" in --speculative-config'
+            f'{compares}; set "draft_sample_method": "probabilistic" in --speculative-config'
         )
     target = speculative.target_model_config or config.model_config
     fingerprints: dict[str, str] = {}
@@ -232,17 +239,22 @@ def _check_certificate(
         if is_so:
             raise InputError(f"certified: was certified without {what}; leave it out")
     target = speculative.target_model_config or config.model_config
+    drafter = drafter_of(speculative)
+    if drafter is None:
+        raise InputError(
+            f"certified: lenience has no drafter like vLLM's {speculative.method} with these "
+            "settings, so no certificate can be for it"
+        )
     known = _fingerprints(target, speculative, config.load_config)
     models = {"target": target, "draft": speculative.draft_model_config}
+    heads = [*server.rule.heads, *drafter.fitted]
     now = {
         "engine": f"vllm {vllm_version()}",
         "window": speculative.num_speculative_tokens,
-        "drafter": "model"
-        if speculative.method == "draft_model"
-        else speculative.method,
+        "drafter": str(drafter.relocated(lambda path: Path(path).name)),
         "stop": "fixed",
         "tokenizer": known["tokenizer"],
-        "heads": [head.head.fingerprint for head in server.rule.heads],
+        "heads": [head.head.fingerprint for head in heads],
         "models": {
             role: {
                 "fingerprint": known[role],
@@ -252,8 +264,12 @@ def _check_certificate(
             if role in known
         },
     }
-    check_binding(Binding("certified", {name: binds.get(name) for name in now}), now)
-    sampled = "probabilistic" if binds["temperature"] else "greedy"
+    bound = {name: binds.get(name) for name in now}
+    if not drafter.needs_draft:  # a draft model of the pair was not used
+        bound["models"] = {"target": binds["models"]["target"]}
+    check_binding(Binding("certified", bound), now)
+    samples = binds["temperature"] and speculative.method in WITH_PROBS
+    sampled = "probabilistic" if samples else "greedy"
     if speculative.draft_sample_method != sampled:
         raise InputError(
             f"certified: was certified with a draft_sample_method {sampled!r}; set it "

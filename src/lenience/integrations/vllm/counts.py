@@ -32,7 +32,7 @@ def put(
         id: asdict(count) for id, count in counts.items()
     }
     for id, step in steps.items():
-        told[id]["step"] = step
+        told.setdefault(id, asdict(Counts()))["step"] = step
     setattr(output, KEY, told)
 
 

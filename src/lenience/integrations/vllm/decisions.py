@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
@@ -55,6 +55,34 @@ class Windows:
     probs: Tensor | None
     """Distributions from which the draft drew the tokens, [N, V]."""
 
+    def drafted(self) -> tuple[Windows, Tensor]:
+        """Return the windows up to the first token of each marked -1, which vLLM scheduled but did
+        not draft, and the indices [n] of the remaining tokens among the N."""
+        device = self.tokens.device
+        if not bool((self.tokens < 0).any()):
+            return self, torch.arange(len(self.tokens), device=device)
+        tokens = self.tokens.tolist()
+        lengths = list[int]()
+        kept = list[int]()
+        with_bonus = list[int]()
+        start = 0
+        for number, scheduled in enumerate(self.lengths):
+            n = num_drafted(tokens[start : start + scheduled])
+            lengths.append(n)
+            kept += range(start, start + n)
+            with_bonus += range(start + number, start + number + n + 1)
+            start += scheduled
+        rows = torch.tensor(kept, dtype=torch.long, device=device)
+        windows = Windows(
+            ids=self.ids,
+            tokens=self.tokens[rows],
+            lengths=lengths,
+            logits=self.logits[rows],
+            hidden=self.hidden[torch.tensor(with_bonus, device=device)],
+            probs=None if self.probs is None else self.probs[rows],
+        )
+        return windows, rows
+
     def places(self, which: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the indices of some requests' tokens, and those of their states, [B, W + 1] each.
         Rows of windows shorter than the widest are padded with their last index."""
@@ -73,6 +101,11 @@ class Windows:
         ]
         device = self.logits.device
         return torch.tensor(tokens, device=device), torch.tensor(states, device=device)
+
+
+def num_drafted(window: list[int]) -> int:
+    """Return the number of tokens before the first token marked -1."""
+    return window.index(-1) if -1 in window else len(window)
 
 
 @dataclass
@@ -176,7 +209,7 @@ class WindowDecider:
 
     def send_counts(self, output: Any) -> None:
         """Send the counts along with a runner's output."""
-        if self.counts:
+        if self.counts or self.steps:
             put(output, self.counts, self.steps)
             self.steps = {}
 
@@ -208,6 +241,8 @@ class WindowDecider:
                 continue
             params = self.requests.params(id)
             rule = self._rule_for(dial_of(params.extra_args))
+            if self.server.steps:
+                self.steps[id] = {"drafted": n}
             if not is_vllms(rule):
                 top_k = params.top_k if params.top_k > 0 else None
                 found[
@@ -278,15 +313,14 @@ class WindowDecider:
     def _row(self, id: str) -> Row:
         """Return a request's row for the rules, with its history so far."""
         length = self.requests.length(id)
-        known = self.rows.get(id)
-        if known is None or length < known.position:
+        row = self.rows.get(id)
+        if row is None:
             seed = self.requests.params(id).seed
             # without a seed the noise is keyed by the id, which all workers know
             name = blake2b(id.encode(), digest_size=16).digest()
             prompt = self.requests.prompt(id)
             noise = Noise(0, name) if seed is None else Noise.for_prompt(seed, prompt)
-            self.rows[id] = Row(noise, prompt)
-        row = self.rows[id]
+            row = self.rows[id] = Row(noise, prompt)
         row.prefix += self.requests.tokens(id, row.position)
         row.position = length
         return row
@@ -302,6 +336,7 @@ class WindowDecider:
             exact = verdict.exact
             scores = verdict.scores
             self.steps[id] = {
+                "drafted": len(verdict.drafted),
                 "exact": exact,
                 "scores": scores,
                 "kept": verdict.num_accepted,
@@ -332,6 +367,15 @@ class WindowDecider:
                 f"vLLM gave no draft distribution for them; max_unjudged is "
                 f"{self.server.max_unjudged:.0%}"
             )
+
+    def resume(self, ids: Iterable[str]) -> None:
+        """Read the tokens of resumed requests again: vLLM may have dropped those of the steps that
+        were in flight at the preemption."""
+        for id in ids:
+            if row := self.rows.get(id):
+                del row.prefix[len(row.prefix) - row.position :]
+                row.position = 0
+                row.memory.clear()
 
     def forget_finished(self) -> None:
         """Drop the state of finished requests."""

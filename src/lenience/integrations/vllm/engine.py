@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from weakref import finalize
 
 from lenience.core.errors import InputError, RunError, first_line
+from lenience.core.needs import Parts
 from lenience.core.types import Finish, Origin, Step, Trace
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.dialogue import (
@@ -25,13 +26,17 @@ from lenience.decoding.dialogue import (
     Predict,
 )
 from lenience.decoding.generation import Generation
+from lenience.decoding.guesses import Guesses, guess, guesses_of
 from lenience.decoding.pair import Pair, Reporting
 from lenience.decoding.soundness import CAUSES
+from lenience.drafting.base import DrafterSpec
+from lenience.drafting.model import DraftModel
 from lenience.integrations.vllm.checks import (
     check_reads,
     needs_draft_probs,
     vllm_version,
 )
+from lenience.integrations.vllm.drafters import speculation
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM
 from lenience.models.prompts import Prompt
@@ -62,6 +67,7 @@ class EngineUse:
     """Number of tokens drafted per window; 0 without a draft."""
     sampled: bool
     """True if the draft samples as the target does."""
+    drafter: DrafterSpec = field(default_factory=DraftModel)
     share: float = 1.0
     """Share of the memory, for one of several concurrent engines."""
 
@@ -103,9 +109,6 @@ class VllmPair(Pair):
             f"stop {decoder.stop}: vLLM drafts whole windows; leave it out": (
                 drafts and str(decoder.stop) != "fixed"
             ),
-            f"drafter {decoder.drafter}: vLLM drafts with the pair's model here": (
-                drafts and str(decoder.drafter) != "model"
-            ),
             f"tree {decoder.tree}: vLLM drafts chains; leave it out": (
                 drafts and str(decoder.tree) != "chain"
             ),
@@ -121,6 +124,8 @@ class VllmPair(Pair):
         for why, is_so in refused.items():
             if is_so:
                 raise InputError(why)
+        if drafts:
+            speculation(decoder.drafter, self._draft_source())
         check_reads(rule)
         reader = self.reader(decoder)
         processors = processors_of(reader, sampling=decoder.temperature > 0)
@@ -165,10 +170,7 @@ class VllmPair(Pair):
     ) -> Iterator[tuple[int, Generation]]:
         """Answer prompts, at most `batch_size` at once."""
         window = 0 if decoder.alone else int(decoder.window)
-        kind = EngineUse(
-            decoder.alone or "target", window, bool(window and decoder.temperature)
-        )
-        engine = self._engine(kind)
+        engine = self._engine(_use(decoder, window))
         waiting = iter(enumerate(prompts))
         active: dict[str, _Answer] = {}
         try:
@@ -255,21 +257,22 @@ class VllmPair(Pair):
             _end(self._running.pop(other))
 
     def _drafting(self, kind: EngineUse) -> dict[str, Any]:
-        """Return vLLM's arguments for windows of the pair's draft, with any rule allowed per
+        """Return vLLM's arguments for the windows of a drafter, with any rule allowed per
         request."""
-        draft = self.require_draft("vLLM's drafting")
         return {
             "speculative_config": {
-                "method": "draft_model",
-                "model": str(draft.model.name_or_path),
+                **speculation(kind.drafter, self._draft_source()),
                 "num_speculative_tokens": kind.window,
                 "draft_sample_method": "probabilistic" if kind.sampled else "greedy",
             },
             "additional_config": {
                 KEY: {"rule": "exact", "allow": [ANY], "steps": True}
             },
-            "async_scheduling": False,
         }
+
+    def _draft_source(self) -> str | None:
+        """Return the folder or name of the draft model; None if the pair has none."""
+        return None if self.draft is None else str(self.draft.model.name_or_path)
 
     def binding(self, decoder: Decoder) -> dict[str, Any]:
         """Return `Pair.binding` with vLLM's version."""
@@ -285,20 +288,35 @@ class VllmPair(Pair):
         guesses: bool = True,
     ) -> Iterator[FinishedDialogue[T]]:
         """Run dialogues as `Pair.converse` does. One engine continues texts with the target, and
-        its prefix cache holds earlier text. Another engine predicts the draft's tokens from
-        log-probabilities along a text."""
+        its prefix cache holds earlier text. The draft model's tokens come from another engine, as
+        log-probabilities along a text, and those of other drafters from lenience's own loop."""
         _refuse_sampling(sampling)
-        decoder = self.decoder({"window": WINDOW})
-        self.require_draft("mining")
+        drafter = sampling.drafter if sampling else DraftModel()
+        if guesses and drafter.needs_draft:
+            self.require_draft("mining")
+        # continuations are exact, whatever drafts for them
+        quickest = drafter if self.draft is None else DraftModel()
+        drafts = self.draft is not None or not quickest.needs_draft
+        options = {"window": WINDOW, "drafter": quickest}
+        decoder = self.decoder(options if drafts else {"rule": "target"})
         waiting: Iterator[tuple[int, Dialogue[T]]] = enumerate(dialogues)
         first = next(waiting, None)
         if first is None:
             return
         waiting = chain([first], waiting)
-        engines = list(map(self._engine, DIALOGUES if guesses else DIALOGUES[:1]))
+        by_model = guesses and drafter.proposes_as_draft
+        uses = DIALOGUES if by_model else [_use(decoder, WINDOW if drafts else 0)]
+        engines = list(map(self._engine, uses))
         held: dict[str, _OpenRequest[T]] = {}
         comparisons = Comparisons[ActiveDialogue[T]]()
-        asking = _OpenDialogues(decoder, held, comparisons)
+        asking = _OpenDialogues(
+            decoder,
+            held,
+            comparisons,
+            uses[-1],
+            drafter,
+            None if by_model else capacity,
+        )
         try:
             while True:
                 ended = list[FinishedDialogue[T]]()
@@ -338,7 +356,10 @@ class VllmPair(Pair):
         """Send a dialogue's next request to its engine. Return the dialogue's result if it has
         ended."""
         question = talk.ask(answer)
+        while asking.capacity is not None and isinstance(question, Predict):
+            question = talk.ask(self._guess(talk, question, asking))
         if question is None:
+            asking.guesses.pop(talk, None)
             return [talk.ended] if talk.ended else []
         if isinstance(question, Compare):
             asking.comparisons.begin(talk, question)
@@ -355,25 +376,43 @@ class VllmPair(Pair):
                 max_new_tokens=question.limit,
                 stop_strings=question.stop_strings,
             )
-            params = self._params(decoder, WINDOW, 0)
-            kind = DIALOGUES[1]
+            kind = asking.continues
+            params = self._params(decoder, kind.window, 0)
             ids = question.ids
         self._running[kind].add_request(name, {"prompt_token_ids": list(ids)}, params)
         return []
 
+    def _guess(
+        self, talk: ActiveDialogue[T], question: Predict, asking: _OpenDialogues[T]
+    ) -> list[int | None]:
+        """Return the drafter's tokens along a text, by lenience's own loop."""
+        assert asking.capacity is not None
+        decoder = self.decoder({"drafter": asking.drafter})
+        if talk not in asking.guesses:
+            asking.guesses[talk] = guesses_of(self, decoder, asking.capacity)
+        ctx = self.context(decoder)
+        predicted, read = guess(
+            asking.guesses[talk], question, ctx, seed=0, threads=self.torch_threads
+        )
+        talk.cost.draft_tokens += read
+        return predicted
+
+
+def _use(decoder: Decoder, window: int) -> EngineUse:
+    """Return the engine that a decoder needs for windows of a length, 0 for none."""
+    role = decoder.alone or "target"
+    if not window:
+        return EngineUse(role, 0, False)
+    samples = bool(decoder.temperature) and Parts.PROBS in decoder.drafter.offers
+    return EngineUse(role, window, samples, decoder.drafter)
+
 
 def _refuse_sampling(sampling: Decoder | None) -> None:
-    """Raise InputError for sampled mining, and for drafters that do not propose the draft model's
-    tokens."""
+    """Raise InputError for sampled mining."""
     if sampling and sampling.temperature:
         raise InputError(
             f"temperature {sampling.temperature:g}: sampled mining needs lenience's "
             "own loop; leave out --engine vllm"
-        )
-    if sampling and not sampling.drafter.proposes_as_draft:
-        raise InputError(
-            f"--drafter {sampling.drafter}: mining with it needs lenience's own loop; "
-            "leave out --engine vllm"
         )
 
 
@@ -384,6 +423,14 @@ class _OpenDialogues(Generic[T]):
     decoder: Decoder
     held: dict[str, _OpenRequest[T]]
     comparisons: Comparisons[ActiveDialogue[T]]
+    continues: EngineUse
+    """Engine that continues texts."""
+    drafter: DrafterSpec
+    """Drafter whose tokens are predicted."""
+    capacity: int | None
+    """Maximum number of tokens of a text, if lenience's own loop predicts the drafter's tokens;
+    None if an engine predicts the draft model's."""
+    guesses: dict[ActiveDialogue[T], Guesses] = field(default_factory=dict)
 
 
 @dataclass
@@ -419,7 +466,7 @@ class _OpenRequest(Generic[T]):
             cost.draft_tokens += len(ids) - 1
         elif part.token_ids:
             unread = 1 if self.tokens else len(ids) - (given.num_cached_tokens or 0)
-            drafted = WINDOW if self.tokens else 0
+            drafted = WINDOW if self.tokens else 0  # at most; lookups may draft fewer
             cost.target_passes += 1
             cost.target_tokens += unread + drafted
             cost.draft_tokens += unread + max(0, drafted - 1)
@@ -476,7 +523,9 @@ class _Answer:
         first = not self.out.tokens
         if tokens or finish:
             read = len(self.out.prompt_tokens) if first else 1
-            step = _step(tokens, told, 0 if first else self.out.window, read)
+            told = told or {}
+            passes = Parts.PROBS in self.decoder.drafter.offers
+            step = _step(tokens, told, read, passes)
             self.out.add(replace(step, finish=finish))
         if given.finished:
             text = "".join(self.parts)
@@ -493,29 +542,25 @@ def _finish(part: Any, tokens: Sequence[int], reader: LM) -> Finish:
 
 
 def _step(
-    tokens: list[int], told: Mapping[str, Any] | None, window: int, read: int
+    tokens: list[int], told: Mapping[str, Any], read: int, has_model: bool
 ) -> Step:
-    """Return the Step of `tokens` after a window. `told` is the rule's decision; if None, vLLM
-    itself decided and accepted all tokens but the last. The target ran on `read` tokens besides the
-    window."""
-    if told is None:  # decided by vLLM
-        kept = max(0, len(tokens) - 1)
-        exact = [True] * kept
-        scores = [None] * (kept + 1)
-        drafted = window
-    else:
-        exact = told["exact"]
-        scores = [*told["scores"], None]
-        kept = told["kept"]
-        drafted = len(exact)
+    """Return the Step of `tokens` after a window. `told` are the number of drafted tokens and the
+    rule's decision; without a decision, vLLM itself decided and accepted all tokens but the last.
+    The target ran on `read` tokens besides the window. `has_model` is True if a model drafts."""
+    drafted = told.get("drafted", 0)
+    kept = told.get("kept", min(drafted, max(0, len(tokens) - 1)))
+    exact = told.get("exact", [True] * kept)
+    scores = [*told.get("scores", [None] * kept), None]
     trace = []
     for i, token in enumerate(tokens):
         origin: Origin = "bonus" if kept == drafted else "correction"
         if i < kept:
             origin = "draft" if exact[i] else "draft-lenient"
         trace.append(Trace(token, origin, scores[i]))
-    strictly = next((i for i, accepted in enumerate(exact) if not accepted), len(exact))
     by_draft = sum(entry.origin.startswith("draft") for entry in trace)
+    # an EOS or the token limit may end the answer within the accepted tokens
+    exact = exact[:by_draft]
+    strictly = next((i for i, accepted in enumerate(exact) if not accepted), len(exact))
     return Step(
         trace=trace,
         drafted=drafted,
@@ -523,6 +568,6 @@ def _step(
         accepted_lenient=by_draft - strictly,
         text="",
         target_tokens=read + drafted,
-        draft_passes=drafted,
+        draft_passes=drafted if has_model else 0,
         draft_tokens=drafted,
     )

@@ -17,14 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.sample import rejection_sampler as sampling
+from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
+from lenience.core.errors import InputError
+from lenience.integrations.vllm.checks import vllm_version
 from lenience.integrations.vllm.decisions import WindowDecider, Windows, forced
 from lenience.integrations.vllm.served_rule import ServedRule
 
 SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     (GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
+    (InputBatch, "update_async_output_token_ids", ("self",)),
     (GPUModelRunner, "_input_fits_in_drafter", ("self", "common_attn_metadata")),
     (
         ExecuteModelState,
@@ -57,6 +62,8 @@ SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     ),
 )
 """Wrapped functions with their first parameters."""
+NEEDS_TOKENS = "logitsprocs_need_output_token_ids"
+"""Attribute of a V1 runner's InputBatch: True if the tokens so far must be known on the host."""
 logger = logging.getLogger("vllm.lenience")
 
 
@@ -101,41 +108,45 @@ class Sampling:
         """Keep the step's states for the rule, call the runner's method, and send the counts
         along."""
         state = self.runner.execute_model_state
-        self.hidden = None if state is None else state.sample_hidden_states
+        if state is not None:
+            self.hidden = state.sample_hidden_states
+            requests = state.scheduler_output.scheduled_cached_reqs
+            self.deciding.resume(requests.resumed_req_ids)
         try:
             output = original(grammar_output)
         finally:
             self.hidden = self.logits = None
-        self.deciding.send_counts(output)
+        self.deciding.send_counts(getattr(output, "_model_runner_output", output))
         return output
 
     def decide(self, given: dict[str, Any], hidden: Tensor) -> None:
         """Change copies of the kernel's inputs so that it arrives at the rules' verdicts."""
-        windows = Windows(
+        with gpu_sync_allowed():
+            self._decide(given, hidden)
+
+    def _decide(self, given: dict[str, Any], hidden: Tensor) -> None:
+        windows, rows = Windows(
             ids=self.runner.input_batch.req_ids,
             tokens=given["draft_token_ids"],
             lengths=given["num_draft_tokens"],
             logits=given["target_logits"] if self.logits is None else self.logits,
             hidden=hidden,
             probs=given["draft_probs"],
-        )
+        ).drafted()
         orders = self.deciding.orders(windows, greedy=self.logits is None)
         if not orders.tokens:
             return
-        device = windows.tokens.device
-        vocabulary = windows.logits.shape[1]
-        every = torch.arange(len(windows.tokens), device=device)
-        given["target_logits"] = forced(given["target_logits"], orders, every)
+        given["target_logits"] = forced(given["target_logits"], orders, rows)
         redrawn = [
             row for row in orders.ends if windows.tokens[row] == orders.tokens[row]
         ]
         if redrawn:
-            again = torch.tensor(redrawn, device=device)
-            others = windows.tokens.clone()
-            others[again] = (others[again] + 1) % vocabulary
+            again = rows[torch.tensor(redrawn, device=rows.device)]
+            others = given["draft_token_ids"].clone()
+            others[again] = (others[again] + 1) % windows.logits.shape[1]
             given["draft_token_ids"] = others
-            if windows.probs is not None:
-                probs = windows.probs.clone()
+            if given["draft_probs"] is not None:
+                probs = given["draft_probs"].clone()
                 probs[again] = 0
                 given["draft_probs"] = probs
 
@@ -162,6 +173,8 @@ def install(runner: Any, server: ServedRule) -> None:
     _wrap_kernels()
     if runner.device.type == "cpu":
         _mend_expansion()
+    if runner.use_async_scheduling:
+        _keep_tokens_known(runner.input_batch)
     what = Sampling(runner, WindowDecider(Cached(runner), server, runner.model_config))
     runner.sample_tokens = partial(what.sample_tokens, runner.sample_tokens)
     forward = runner.rejection_sampler.forward
@@ -177,6 +190,15 @@ def install(runner: Any, server: ServedRule) -> None:
 
     runner.rejection_sampler.forward = decided
     runner._input_fits_in_drafter = fitting
+
+
+def _keep_tokens_known(batch: InputBatch) -> None:
+    """Make a runner with asynchronous scheduling replace the -1 that it stores for each sampled
+    token by the token, before the next step is sampled. By default it does so for penalties and
+    the like alone."""
+    if not hasattr(batch, NEEDS_TOKENS):
+        raise InputError(f"vLLM {vllm_version()}: InputBatch has no {NEEDS_TOKENS}")
+    setattr(batch, NEEDS_TOKENS, True)
 
 
 def _wrap_kernels() -> None:

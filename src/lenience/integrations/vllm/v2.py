@@ -15,13 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler as sampling
 
 from lenience.core.errors import InputError
-from lenience.integrations.vllm.decisions import WindowDecider, Windows, forced
+from lenience.integrations.vllm.decisions import (
+    WindowDecider,
+    Windows,
+    forced,
+    num_drafted,
+)
 from lenience.integrations.vllm.served_rule import ServedRule
 
 SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
@@ -56,6 +62,8 @@ SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     ),
 )
 """Wrapped functions with their first parameters."""
+OF_TRIALS = ("_warmup", "_v2_mixed_warmup")
+"""Beginnings of the ids of requests with which vLLM warms its kernels up."""
 
 
 @dataclass
@@ -88,9 +96,14 @@ class Slots:
         id: str = self.states.index_to_req_id.get(slot, "")
         return id if id in self else ""
 
-    def add(self, slot: int, params: Any) -> None:
-        """Record a request that is new or resumed."""
-        self.of[self.states.index_to_req_id[slot]] = params
+    def add(self, slot: int, params: Any) -> str | None:
+        """Record a request that is new or resumed, and return its id. Return None for a slot of a
+        trial run, which has no request or one of vLLM's own."""
+        id: str | None = self.states.index_to_req_id.get(slot)
+        if id is None or id.startswith(OF_TRIALS):
+            return None
+        self.of[id] = params
+        return id
 
     def forget(self, ids: Sequence[str]) -> None:
         for id in ids:
@@ -139,6 +152,10 @@ class Sampling:
     def decide(self, given: dict[str, Any], hidden: Tensor) -> None:
         """Change copies of the kernel's inputs for a part of a step so that it arrives at the
         rules' verdicts."""
+        with gpu_sync_allowed():
+            self._decide(given, hidden)
+
+    def _decide(self, given: dict[str, Any], hidden: Tensor) -> None:
         target = given["target_logits"]
         drafted = given["draft_sampled"]
         states = hidden[self.read : self.read + len(target)]
@@ -172,7 +189,7 @@ class Sampling:
         with_bonus = list[int]()
         for slot, (start, end) in zip(slots, pairwise(ends)):
             id = self.slots.request(slot)
-            n = _valid(drafted[start + 1 : end]) if id else 0
+            n = num_drafted(drafted[start + 1 : end]) if id else 0
             if id:
                 self.slots.totals[id] = positions[start] + 1
             ids.append(id)
@@ -207,11 +224,6 @@ class Sampling:
         )
         beyond = max(0, vocabulary - probs.shape[1])
         return torch.nn.functional.pad(probs, (0, beyond))[:, :vocabulary]
-
-
-def _valid(drafted: list[int]) -> int:
-    """Return the number of tokens before the first token marked -1."""
-    return drafted.index(-1) if -1 in drafted else len(drafted)
 
 
 _runners: list[Sampling] = []
@@ -255,7 +267,9 @@ def _attach(runner: Any, server: ServedRule) -> None:
     apply = states.apply_temperature
 
     def added(req_idx: int, sampling_params: Any) -> None:
-        slots.add(req_idx, sampling_params)
+        id = slots.add(req_idx, sampling_params)
+        if id is not None:
+            what.deciding.resume([id])
         add(req_idx, sampling_params)
 
     def finished(scheduler_output: Any) -> None:
