@@ -24,7 +24,7 @@ BORDER = (
     "decoding/decoder.py",  # keywords, settings and JSON
     "rules/parsing.py",
     "rules/settings.py",  # what names of rules stand for
-    "integrations/vllm/served_rule.py",  # vLLM's configuration
+    "integrations/deciding/rule.py",  # vLLM's configuration
     "serving/dial.py",  # a request's rule
 )
 """Files in which a spec may be read."""

@@ -15,9 +15,12 @@ from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
 from lenience.core.needs import Needs
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
-from lenience.integrations.vllm import checks, served_rule
-from lenience.integrations.vllm.counts import Counts, attach, put
-from lenience.integrations.vllm.decisions import WindowDecider, Windows
+from lenience.integrations.deciding import inputs
+from lenience.integrations.deciding import rule as served_rule
+from lenience.integrations.deciding.counts import Counts
+from lenience.integrations.deciding.windows import WindowDecider, Windows
+from lenience.integrations.vllm import checks
+from lenience.integrations.vllm.counts import attach, put
 
 
 def options(**given: Any) -> dict[str, Any]:
@@ -203,7 +206,16 @@ def test_a_start_up_line_names_rule_head_and_versions(
             "'synthetic' is a rule of its own",
         ),
         ("topk:3", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        ("topk:3", {"async_scheduling": True}, "--no-async-scheduling"),
+        (
+            "topk:3",
+            {"method": "extract_hidden_states"},
+            "is not known; lenience decides with draft_model, eagle, eagle3, mtp",
+        ),
+        (
+            "fuzzy:js@0.3",
+            {"method": "suffix", "draft_sample_method": "probabilistic"},
+            "and suffix has none",
+        ),
         ("fuzzy:js@0.3", {}, '"draft_sample_method": "probabilistic"'),
         ("ensemble:0.5", {}, '"draft_sample_method": "probabilistic"'),
     ],
@@ -306,15 +318,19 @@ def test_requests_that_a_rule_has_no_meaning_for_are_refused(
     )
     assert server is not None
     if message is None:
-        checks.check_request(server.rule, params)
+        inputs.check_request(server.rule, params)
     else:
         with pytest.raises(InputError, match=message):
-            checks.check_request(server.rule, params)
+            inputs.check_request(server.rule, params)
 
 
 def test_counts_reach_a_requests_outputs_beside_what_others_say() -> None:
     output = SimpleNamespace()
-    put(output, {"a": Counts(3, 5, 2), "b": Counts(1)}, {"b": {"kept": 0}})
+    deciding = SimpleNamespace(
+        counts={"a": Counts(3, 5, 2), "b": Counts(1)},
+        take_steps=lambda: {"b": {"kept": 0}},
+    )
+    put(output, deciding)
     outputs = [
         SimpleNamespace(request_id=id, kv_transfer_params=given)
         for id, given in (("a", None), ("b", {"remote": 1}), ("c", None))

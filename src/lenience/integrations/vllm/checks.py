@@ -17,6 +17,8 @@ from lenience.core.protocols import Rule
 from lenience.core.version import VERSION
 from lenience.decoding.decoder import Binding, check_binding
 from lenience.heads.head import shown_layers
+from lenience.integrations.deciding.inputs import compares_distributions
+from lenience.integrations.deciding.rule import VARIABLE, ServedRule
 from lenience.integrations.vllm.drafters import (
     WITH_PROBS,
     WITHOUT_PROBS,
@@ -24,10 +26,7 @@ from lenience.integrations.vllm.drafters import (
     drafter_of,
     has_probs,
 )
-from lenience.integrations.vllm.served_rule import VARIABLE, ServedRule
 from lenience.rules.combine import AnyOf
-from lenience.rules.lenient import Ensemble
-from lenience.rules.lossless import is_lossless
 from lenience.runs.certificate import Certificate
 
 KNOWN = ("0.32", "0.33")
@@ -130,15 +129,6 @@ def _check_engine(server: ServedRule, config: Any) -> None:
             raise InputError(f"rule {server.rule}: {why}")
 
 
-def needs_draft_probs(rule: Rule) -> bool:
-    """Return True if a rule depends on the draft's distribution. This includes ensemble, which
-    without it would take the drafted tokens as certain."""
-    terms = rule.terms if isinstance(rule, AnyOf) else ()
-    return Parts.PROBS in rule.needs.window or any(
-        isinstance(term, Ensemble) for term in terms
-    )
-
-
 def check_reads(rule: Rule) -> None:
     """Raise InputError for a rule that reads states or probabilities that vLLM does not keep."""
     if Parts.STATES in rule.needs.window:
@@ -158,7 +148,7 @@ def check_rule(rule: AnyOf, config: Any) -> None:
     """Raise InputError if vLLM lacks an input of the rule, or a head belongs to other models."""
     speculative = config.speculative_config
     check_reads(rule)
-    if needs_draft_probs(rule) and not has_probs(speculative):
+    if compares_distributions(rule) and not has_probs(speculative):
         compares = f"rule {rule}: compares the draft's distribution with the target's"
         if speculative.method in WITHOUT_PROBS:
             raise InputError(f"{compares}, and {speculative.method} has none")
@@ -326,24 +316,3 @@ def check_certified(certificate: Certificate, params: Any) -> None:
                 "for "
                 '"lenience": "exact" in vllm_xargs'
             )
-
-
-def check_request(rule: AnyOf, params: Any) -> None:
-    """Raise InputError if a rule cannot decide with a request's sampling parameters."""
-    if is_lossless(rule) or not hasattr(params, "temperature"):
-        return
-    for head in rule.heads:
-        head.check_temperature(params.temperature)
-    if params.min_p:
-        raise InputError(
-            f"min_p {params.min_p}: cannot go with rule {rule}; leave it out"
-        )
-    greedy = params.temperature == 0
-    if greedy and rule.needs.sampling:
-        raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
-    if greedy and needs_draft_probs(rule):
-        raise InputError(
-            f"rule {rule}: compares the draft's distribution, which vLLM keeps for "
-            "sampled "
-            'requests alone; give a temperature above 0, or "lenience": "exact" in vllm_xargs'
-        )

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from lenience.integrations.deciding.counts import Counts
+from lenience.integrations.deciding.windows import WindowDecider
 from lenience.serving.dial import KEY
 
 
-@dataclass
-class Counts:
-    """The counts of one request."""
-
-    passes: int = 0
-    """Number of target passes over a drafted window."""
-    kept_strictly: int = 0
-    """Number of accepted tokens that the strict rule accepts too, each at its position."""
-    kept_leniently: int = 0
-    unjudged: int = 0
-    """Number of windows decided strictly because the rule lacked the draft's distribution."""
-    non_finite: int = 0
-    """Number of windows in which target logits are NaN or infinite; no token is kept from there."""
-
-
-def put(
-    output: Any, counts: Mapping[str, Counts], steps: Mapping[str, dict[str, Any]]
-) -> None:
+def put(output: Any, deciding: WindowDecider) -> None:
     """Send the counts of requests, and any decisions of this step, along with a runner's output."""
     told: dict[str, dict[str, Any]] = {
-        id: asdict(count) for id, count in counts.items()
+        id: asdict(count) for id, count in deciding.counts.items()
     }
-    for id, step in steps.items():
+    for id, step in deciding.take_steps().items():
         told.setdefault(id, asdict(Counts()))["step"] = step
-    setattr(output, KEY, told)
+    if told:
+        setattr(output, KEY, told)
 
 
 def attach(result: Any, _scheduler: Any, _scheduled: Any, output: Any) -> None:

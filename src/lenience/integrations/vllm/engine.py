@@ -31,9 +31,9 @@ from lenience.decoding.pair import Pair, Reporting
 from lenience.decoding.soundness import CAUSES
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.model import DraftModel
+from lenience.integrations.deciding.inputs import compares_distributions
 from lenience.integrations.vllm.checks import (
     check_reads,
-    needs_draft_probs,
     vllm_version,
 )
 from lenience.integrations.vllm.drafters import speculation
@@ -104,7 +104,7 @@ class VllmPair(Pair):
         super().check(decoder)
         rule = decoder.rule
         drafts = decoder.proposer is not None
-        lacks_probs = needs_draft_probs(rule) and not decoder.temperature
+        lacks_probs = compares_distributions(rule) and not decoder.temperature
         refused = {
             f"stop {decoder.stop}: vLLM drafts whole windows; leave it out": (
                 drafts and str(decoder.stop) != "fixed"
@@ -294,29 +294,17 @@ class VllmPair(Pair):
         drafter = sampling.drafter if sampling else DraftModel()
         if guesses and drafter.needs_draft:
             self.require_draft("mining")
-        # continuations are exact, whatever drafts for them
-        quickest = drafter if self.draft is None else DraftModel()
-        drafts = self.draft is not None or not quickest.needs_draft
-        options = {"window": WINDOW, "drafter": quickest}
-        decoder = self.decoder(options if drafts else {"rule": "target"})
         waiting: Iterator[tuple[int, Dialogue[T]]] = enumerate(dialogues)
         first = next(waiting, None)
         if first is None:
             return
         waiting = chain([first], waiting)
         by_model = guesses and drafter.proposes_as_draft
-        uses = DIALOGUES if by_model else [_use(decoder, WINDOW if drafts else 0)]
-        engines = list(map(self._engine, uses))
-        held: dict[str, _OpenRequest[T]] = {}
-        comparisons = Comparisons[ActiveDialogue[T]]()
-        asking = _OpenDialogues(
-            decoder,
-            held,
-            comparisons,
-            uses[-1],
-            drafter,
-            None if by_model else capacity,
+        asking: _OpenDialogues[T] = self._opened(
+            drafter, None if by_model else capacity
         )
+        held = asking.held
+        comparisons = asking.comparisons
         try:
             while True:
                 ended = list[FinishedDialogue[T]]()
@@ -329,7 +317,7 @@ class VllmPair(Pair):
                     ended += self._ask(
                         ActiveDialogue(number, dialogue, size), None, asking
                     )
-                given = [out for engine in engines for out in _stepped(engine)]
+                given = [out for engine in asking.engines for out in _stepped(engine)]
                 for out in given:
                     ended += self._take(out, asking)
                 yield from ended
@@ -337,8 +325,29 @@ class VllmPair(Pair):
                     return
         finally:
             comparisons.close()
-            for engine in engines:
+            for engine in asking.engines:
                 engine.abort_request(list(held))
+
+    def _opened(
+        self, drafter: DrafterSpec, capacity: int | None
+    ) -> _OpenDialogues[Any]:
+        """Start the engines that dialogues need. Continuations are exact, so any drafter serves
+        for them: the draft model if there is one, else the drafter whose tokens are predicted, else
+        none."""
+        quickest = drafter if self.draft is None else DraftModel()
+        if self.draft is None and quickest.needs_draft:
+            decoder = self.decoder({"rule": "target", "window": 0})
+        else:
+            decoder = self.decoder({"window": WINDOW, "drafter": quickest})
+        alone = [_use(decoder, int(decoder.window))]
+        uses = DIALOGUES if capacity is None else alone
+        return _OpenDialogues(
+            decoder,
+            engines=list(map(self._engine, uses)),
+            continues=uses[-1],
+            drafter=drafter,
+            capacity=capacity,
+        )
 
     def _take(self, out: Any, asking: _OpenDialogues[T]) -> list[FinishedDialogue[T]]:
         """Add an engine step's output to an answer, and resume its dialogue if the answer is
@@ -421,8 +430,7 @@ class _OpenDialogues(Generic[T]):
     """The dialogues in flight: those with a request to vLLM, by its name, and those comparing."""
 
     decoder: Decoder
-    held: dict[str, _OpenRequest[T]]
-    comparisons: Comparisons[ActiveDialogue[T]]
+    engines: Sequence[Any]
     continues: EngineUse
     """Engine that continues texts."""
     drafter: DrafterSpec
@@ -430,6 +438,8 @@ class _OpenDialogues(Generic[T]):
     capacity: int | None
     """Maximum number of tokens of a text, if lenience's own loop predicts the drafter's tokens;
     None if an engine predicts the draft model's."""
+    held: dict[str, _OpenRequest[T]] = field(default_factory=dict)
+    comparisons: Comparisons[ActiveDialogue[T]] = field(default_factory=Comparisons)
     guesses: dict[ActiveDialogue[T], Guesses] = field(default_factory=dict)
 
 

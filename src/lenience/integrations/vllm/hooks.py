@@ -18,11 +18,12 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from lenience.core.errors import InputError
-from lenience.integrations.vllm import counts, served_rule
+from lenience.integrations.deciding import rule as served_rule
+from lenience.integrations.deciding.inputs import check_request
+from lenience.integrations.vllm import counts
 from lenience.integrations.vllm.checks import (
     check,
     check_certified,
-    check_request,
     check_rule,
     check_seams,
 )

@@ -23,9 +23,10 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from lenience.core.errors import InputError
+from lenience.integrations.deciding.rule import ServedRule
+from lenience.integrations.deciding.windows import WindowDecider, Windows, forced
 from lenience.integrations.vllm.checks import vllm_version
-from lenience.integrations.vllm.decisions import WindowDecider, Windows, forced
-from lenience.integrations.vllm.served_rule import ServedRule
+from lenience.integrations.vllm.counts import put
 
 SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     (GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
@@ -116,7 +117,7 @@ class Sampling:
             output = original(grammar_output)
         finally:
             self.hidden = self.logits = None
-        self.deciding.send_counts(getattr(output, "_model_runner_output", output))
+        put(getattr(output, "_model_runner_output", output), self.deciding)
         return output
 
     def decide(self, given: dict[str, Any], hidden: Tensor) -> None:

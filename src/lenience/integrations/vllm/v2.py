@@ -22,13 +22,14 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler as sampling
 
 from lenience.core.errors import InputError
-from lenience.integrations.vllm.decisions import (
+from lenience.integrations.deciding.rule import ServedRule
+from lenience.integrations.deciding.windows import (
     WindowDecider,
     Windows,
     forced,
     num_drafted,
 )
-from lenience.integrations.vllm.served_rule import ServedRule
+from lenience.integrations.vllm.counts import put
 
 SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     (GPUModelRunner, "load_model", ("self", "load_dummy_weights")),
@@ -146,7 +147,7 @@ class Sampling:
         """Call the runner's method, and send the counts along."""
         output = original(grammar_output)
         if output is not None:
-            self.deciding.send_counts(getattr(output, "model_runner_output", output))
+            put(getattr(output, "model_runner_output", output), self.deciding)
         return output
 
     def decide(self, given: dict[str, Any], hidden: Tensor) -> None:

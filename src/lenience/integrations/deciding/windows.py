@@ -1,4 +1,4 @@
-"""The rules' decisions on the windows of a vLLM step, for both of its runners."""
+"""The rules' decisions on the windows of an engine's step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lenience.core.identity import tokens_with
 from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.soundness import CAUSES, cut_non_finite, have_finite_max
-from lenience.integrations.vllm.checks import needs_draft_probs
-from lenience.integrations.vllm.counts import Counts, put
-from lenience.integrations.vllm.served_rule import ServedRule, dial_of, is_vllms
+from lenience.integrations.deciding.counts import Counts
+from lenience.integrations.deciding.inputs import compares_distributions
+from lenience.integrations.deciding.rule import ServedRule, dial_of, is_engines
 from lenience.rules.combine import AnyOf
 
 logger = logging.getLogger("vllm.lenience")
@@ -50,14 +50,15 @@ class Windows:
     """Number of drafted tokens of each request, [requests]; may be 0."""
     logits: Tensor
     """Target logits, [N, V], after penalties and masks, before temperature and truncation."""
-    hidden: Tensor
-    """Target states, [N + requests, H]: one more per request than drafted tokens."""
+    hidden: Tensor | None
+    """Target states, [N + requests, H]: one more per request than drafted tokens. None if the
+    engine keeps none."""
     probs: Tensor | None
     """Distributions from which the draft drew the tokens, [N, V]."""
 
     def drafted(self) -> tuple[Windows, Tensor]:
-        """Return the windows up to the first token of each marked -1, which vLLM scheduled but did
-        not draft, and the indices [n] of the remaining tokens among the N."""
+        """Return the windows up to the first token of each marked -1, which the engine scheduled
+        but did not draft, and the indices [n] of the remaining tokens among the N."""
         device = self.tokens.device
         if not bool((self.tokens < 0).any()):
             return self, torch.arange(len(self.tokens), device=device)
@@ -78,7 +79,9 @@ class Windows:
             tokens=self.tokens[rows],
             lengths=lengths,
             logits=self.logits[rows],
-            hidden=self.hidden[torch.tensor(with_bonus, device=device)],
+            hidden=None
+            if self.hidden is None
+            else self.hidden[torch.tensor(with_bonus, device=device)],
             probs=None if self.probs is None else self.probs[rows],
         )
         return windows, rows
@@ -110,7 +113,7 @@ def num_drafted(window: list[int]) -> int:
 
 @dataclass
 class KernelEdits:
-    """Changes to the inputs of vLLM's kernel that lead it to the rules' verdicts."""
+    """Changes to the inputs of the engine's kernel that lead it to the rules' verdicts."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     """Forced tokens, by row of a step's windows."""
@@ -119,9 +122,9 @@ class KernelEdits:
     drafted token."""
 
     def add(self, start: int, verdict: Verdict, greedy: bool, as_target: bool) -> None:
-        """Add the changes for a window that begins at row `start`. In a `greedy` step vLLM picks
-        the target's token; `as_target` is True if the rule's next token is the same. vLLM itself
-        picks the bonus token, and a token that the rule leaves open."""
+        """Add the changes for a window that begins at row `start`. In a `greedy` step the engine
+        picks the target's token; `as_target` is True if the rule's next token is the same. The
+        engine itself picks the bonus token, and a token that the rule leaves open."""
         kept = verdict.num_accepted
         for i in verdict.path:
             if not (greedy and verdict.exact[i]):
@@ -150,7 +153,7 @@ class Requests(Protocol):
     def __contains__(self, id: str) -> bool: ...
 
     def params(self, id: str) -> Any:
-        """Return vLLM's SamplingParams."""
+        """Return the sampling parameters, named as in vLLM."""
 
     def prompt(self, id: str) -> list[int]: ...
 
@@ -196,7 +199,9 @@ class WindowDecider:
     @property
     def may_need_probs(self) -> bool:
         """Return True if any request may have a rule that needs the draft's distribution."""
-        return self.server.allow_any or any(map(needs_draft_probs, self.server.rules))
+        return self.server.allow_any or any(
+            map(compares_distributions, self.server.rules)
+        )
 
     def token_mask(self, vocabulary: int, pattern: str) -> Tensor:
         if pattern not in self.masks:
@@ -207,20 +212,20 @@ class WindowDecider:
         text: str = self.tokenizer.decode(list(ids))
         return text
 
-    def send_counts(self, output: Any) -> None:
-        """Send the counts along with a runner's output."""
-        if self.counts or self.steps:
-            put(output, self.counts, self.steps)
-            self.steps = {}
+    def take_steps(self) -> dict[str, dict[str, Any]]:
+        """Return the records of this step's windows, and forget them."""
+        steps = self.steps
+        self.steps = {}
+        return steps
 
     def orders(self, windows: Windows, greedy: bool) -> KernelEdits:
-        """Return the edits that make vLLM's kernel reach the rules' verdicts. `greedy` is True if
-        the whole step is greedy; the kernel then picks the target's token."""
+        """Return the edits that make the engine's kernel reach the rules' verdicts. `greedy` is
+        True if the whole step is greedy; the kernel then picks the target's token."""
         self.forget_finished()
         orders = KernelEdits()
         for setting, which in self._settings(windows).items():
             ids = [windows.ids[b] for b in which]
-            if needs_draft_probs(setting.rule) and windows.probs is None:
+            if compares_distributions(setting.rule) and windows.probs is None:
                 self._leave_unjudged(setting, ids)
                 continue
             verdicts = self._verdicts(setting, which, windows)
@@ -233,7 +238,7 @@ class WindowDecider:
         return orders
 
     def _settings(self, windows: Windows) -> dict[RequestSettings, list[int]]:
-        """Return the requests with a window and a rule other than vLLM's own, grouped by
+        """Return the requests with a window and a rule other than the engine's own, grouped by
         settings."""
         found: dict[RequestSettings, list[int]] = defaultdict(list)
         for b, (id, n) in enumerate(zip(windows.ids, windows.lengths)):
@@ -243,7 +248,7 @@ class WindowDecider:
             rule = self._rule_for(dial_of(params.extra_args))
             if self.server.steps:
                 self.steps[id] = {"drafted": n}
-            if not is_vllms(rule):
+            if not is_engines(rule):
                 top_k = params.top_k if params.top_k > 0 else None
                 found[
                     RequestSettings(rule, params.temperature, top_k, params.top_p)
@@ -264,7 +269,10 @@ class WindowDecider:
             probs = windows.probs[places[:, :-1]]
             logits = probs.log() * (setting.temperature or 1)
         draft = cut_non_finite(Draft(tokens, lengths, logits=logits, probs=probs))
-        reading = Reading(windows.logits[places], windows.hidden[states])
+        logits_read = windows.logits[places]
+        no_states = logits_read.new_zeros(*states.shape, 0)
+        hidden = no_states if windows.hidden is None else windows.hidden[states]
+        reading = Reading(logits_read, hidden)
         ctx = Context(
             rows=[self._row(windows.ids[b]) for b in which],
             temperature=setting.temperature,
@@ -275,7 +283,7 @@ class WindowDecider:
             fresh_noise_per_window=setting.rule.needs.whole_window,
             window=draft.width,
         )
-        if needs_draft_probs(setting.rule):
+        if compares_distributions(setting.rule):
             self.judged += len(which)
         return setting.rule(draft, reading, ctx)
 
@@ -283,8 +291,8 @@ class WindowDecider:
         self, verdicts: list[Verdict], which: Sequence[int], windows: Windows
     ) -> list[Verdict]:
         """End each verdict before the first token that depends on NaN or infinite target logits,
-        and log the first such window of a request. The token there is left to vLLM, which does not
-        end a request for such logits."""
+        and log the first such window of a request. The token there is left to the engine, which
+        does not end a request for such logits."""
         places, _ = windows.places(which)
         sound = have_finite_max(windows.logits[places]).tolist()  # [B][W + 1]
         ended = []
@@ -292,7 +300,7 @@ class WindowDecider:
             first = next(
                 (i for i in range(len(verdict.path) + 1) if not states[i]), None
             )
-            # vLLM itself picks the token after a window that is kept whole
+            # the engine itself picks the token after a window that is kept whole
             if first is not None and first < len(verdict.drafted):
                 self._warn_of_non_finite(windows.ids[b], first)
                 verdict = replace(verdict, path=verdict.path[:first], next_token=None)
@@ -306,7 +314,7 @@ class WindowDecider:
             position = len(self.rows[id].prefix) + ahead
             logger.error(
                 f"lenience: request {id}: the logits of {self.model_config.model} are NaN or "
-                f"infinite at position {position}; no drafted token is kept there, and vLLM "
+                f"infinite at position {position}; no drafted token is kept there, and the engine "
                 f"samples by itself ({CAUSES})"
             )
 
@@ -354,8 +362,8 @@ class WindowDecider:
         return self.counts.setdefault(id, Counts())
 
     def _leave_unjudged(self, setting: RequestSettings, ids: Sequence[str]) -> None:
-        """Count windows that vLLM gave no draft distribution for, so that the rule cannot decide.
-        Raises RuntimeError if their share exceeds the server's limit."""
+        """Count windows that the engine gave no draft distribution for, so that the rule cannot
+        decide. Raises RuntimeError if their share exceeds the server's limit."""
         self.unjudged += len(ids)
         for id in ids:
             self._counts(id).unjudged += 1
@@ -364,13 +372,13 @@ class WindowDecider:
         if windows >= ENOUGH and share > self.server.max_unjudged:
             raise RuntimeError(
                 f"rule {setting.rule}: {share:.0%} of {windows} windows could not be judged, as "
-                f"vLLM gave no draft distribution for them; max_unjudged is "
+                f"the engine gave no draft distribution for them; max_unjudged is "
                 f"{self.server.max_unjudged:.0%}"
             )
 
     def resume(self, ids: Iterable[str]) -> None:
-        """Read the tokens of resumed requests again: vLLM may have dropped those of the steps that
-        were in flight at the preemption."""
+        """Read the tokens of resumed requests again: the engine may have dropped those of the steps
+        that were in flight at the preemption."""
         for id in ids:
             if row := self.rows.get(id):
                 del row.prefix[len(row.prefix) - row.position :]

@@ -1,4 +1,4 @@
-"""The rule of a server, and the changes that a request may ask for. No vLLM."""
+"""The rule of a server, and the changes that a request may ask for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PluginOptions(Record):
     allow: tuple[str, ...] = ()
     """Rules that a request may choose although they are more lenient; "*" for any."""
     max_unjudged: float = Field(default=0.05, ge=0, le=1)
-    """Largest share of windows that may be decoded strictly because vLLM gave no draft
+    """Largest share of windows that may be decoded strictly because the engine gave no draft
     distribution."""
     steps: bool = False
     """True if answers carry the rule's decision on each window."""
@@ -43,15 +43,15 @@ class PluginOptions(Record):
 
 @dataclass(frozen=True)
 class ServedRule(Dial):
-    """The rule of a vLLM server, and the changes that its requests may ask for."""
+    """The rule of a server, and the changes that its requests may ask for."""
 
     max_unjudged: float = 0.05
     steps: bool = False
 
     @property
     def judges(self) -> bool:
-        """Return True if any request may have a rule that vLLM lacks."""
-        return self.allow_any or not all(map(is_vllms, (self.rule, *self.allow)))
+        """Return True if any request may have a rule that the engine lacks."""
+        return self.allow_any or not all(map(is_engines, (self.rule, *self.allow)))
 
 
 def read(additional: object) -> ServedRule | None:
@@ -96,11 +96,11 @@ def _read(options: str) -> ServedRule:
     )
 
 
-def is_vllms(rule: AnyOf) -> bool:
-    """Return True if vLLM has a rule itself."""
+def is_engines(rule: AnyOf) -> bool:
+    """Return True if the engine has a rule itself."""
     return all(isinstance(term, Exact | Speculative) for term in rule.terms)
 
 
 def dial_of(extra_args: object) -> object:
-    """Return the dial in a request's vllm_xargs; None without one."""
+    """Return the dial in a request's extra arguments; None without one."""
     return extra_args.get(KEY) if isinstance(extra_args, Mapping) else None
