@@ -924,6 +924,7 @@ def test_the_documented_server_takes_dials_and_counts_for_prometheus(
         port = taken.getsockname()[1]
     judging, serving = documented(tmp_path, port)
     subprocess.run(["bash", "-c", judging], check=True)
+    serving += " --per-request-spec-decode-metrics detailed"
     server = subprocess.Popen(["bash", "-c", serving])
     url = f"http://127.0.0.1:{port}"
     body = {"model": "wordmath", "temperature": 0, "max_tokens": 120}
@@ -932,10 +933,14 @@ def test_the_documented_server_takes_dials_and_counts_for_prometheus(
         wait_for(f"{url}/health", server)
         for sample in samples:
             served_rule = {**body, "prompt": sample.prompt}
-            lenient = post(f"{url}/v1/completions", served_rule)["kv_transfer_params"][
-                "lenience"
-            ]
-            total = {name: value + lenient[name] for name, value in total.items()}
+            answer = post(f"{url}/v1/completions", served_rule)
+            lenient = answer["kv_transfer_params"]["lenience"]
+            kept = lenient["kept_strictly"] + lenient["kept_leniently"]
+            reported = answer["metrics"]["speculative_decoding"]
+            check_reported(reported, lenient["passes"], kept)
+            assert streamed(f"{url}/v1/completions", served_rule) == reported
+            # each prompt was answered twice
+            total = {name: value + 2 * lenient[name] for name, value in total.items()}
             strict = post(
                 f"{url}/v1/completions",
                 {**served_rule, "vllm_xargs": {"lenience": "exact"}},
@@ -955,6 +960,30 @@ def test_the_documented_server_takes_dials_and_counts_for_prometheus(
     finally:
         server.terminate()
         server.wait(60)
+
+
+def check_reported(reported: dict[str, Any], passes: int, kept: int) -> None:
+    """vLLM's own figures of a request, which AIPerf reads, are those of the rule. They include
+    tokens after the end of the answer in its last window."""
+    assert 0 <= reported["num_accepted_draft_tokens"] - kept <= WINDOW
+    assert reported["num_spec_steps"] == passes == len(reported["per_step_accepted"])
+    assert sum(reported["acceptance_histogram"]) == passes
+    accepted = sum(
+        n * times for n, times in enumerate(reported["acceptance_histogram"])
+    )
+    assert accepted == reported["num_accepted_draft_tokens"]
+
+
+def streamed(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's own figures at the end of a stream."""
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = [line.decode().removeprefix("data: ").strip() for line in answer]
+    last = json.loads([line for line in lines if line and line != "[DONE]"][-1])
+    found: dict[str, Any] = last["metrics"]["speculative_decoding"]
+    return found
 
 
 def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:

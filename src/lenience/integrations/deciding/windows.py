@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -86,13 +87,16 @@ class Windows:
         )
         return windows, rows
 
+    @cached_property
+    def starts(self) -> list[int]:
+        """Return the index of each request's first token, [requests + 1]."""
+        return list(accumulate(self.lengths, initial=0))
+
     def places(self, which: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the indices of some requests' tokens, and those of their states, [B, W + 1] each.
         Rows of windows shorter than the widest are padded with their last index."""
         width = max(self.lengths[b] for b in which)
-        starts = [0]
-        for n in self.lengths:
-            starts.append(starts[-1] + n)
+        starts = self.starts
         ends = [max(self.lengths[b] - 1, 0) for b in which]
         tokens = [
             [starts[b] + min(i, e) for i in range(width + 1)]
@@ -228,13 +232,11 @@ class WindowDecider:
             if compares_distributions(setting.rule) and windows.probs is None:
                 self._leave_unjudged(setting, ids)
                 continue
-            verdicts = self._verdicts(setting, which, windows)
-            verdicts = self._up_to_non_finite(verdicts, which, windows)
-            starts, _ = windows.places(which)
             as_target = greedy and setting.rule.goes_on_as_target
-            for id, start, verdict in zip(ids, starts[:, 0].tolist(), verdicts):
-                self._count(id, verdict)
-                orders.add(start, verdict, greedy, as_target)
+            verdicts = self._verdicts(setting, which, windows)
+            for b, verdict in zip(which, verdicts):
+                self._count(windows.ids[b], verdict)
+                orders.add(windows.starts[b], verdict, greedy, as_target)
         return orders
 
     def _settings(self, windows: Windows) -> dict[RequestSettings, list[int]]:
@@ -258,7 +260,8 @@ class WindowDecider:
     def _verdicts(
         self, setting: RequestSettings, which: Sequence[int], windows: Windows
     ) -> list[Verdict]:
-        """Return the rule's verdicts on some requests' windows."""
+        """Return the rule's verdicts on some requests' windows, up to logits that are not
+        finite."""
         places, states = windows.places(which)
         tokens = windows.tokens[places].long()[:, :-1]
         lengths = torch.tensor(
@@ -285,24 +288,25 @@ class WindowDecider:
         )
         if compares_distributions(setting.rule):
             self.judged += len(which)
-        return setting.rule(draft, reading, ctx)
+        verdicts = setting.rule(draft, reading, ctx)
+        sound = have_finite_max(reading.logits).tolist()
+        return self._up_to_non_finite(verdicts, [windows.ids[b] for b in which], sound)
 
     def _up_to_non_finite(
-        self, verdicts: list[Verdict], which: Sequence[int], windows: Windows
+        self, verdicts: list[Verdict], ids: Sequence[str], sound: list[list[bool]]
     ) -> list[Verdict]:
         """End each verdict before the first token that depends on NaN or infinite target logits,
         and log the first such window of a request. The token there is left to the engine, which
-        does not end a request for such logits."""
-        places, _ = windows.places(which)
-        sound = have_finite_max(windows.logits[places]).tolist()  # [B][W + 1]
+        does not end a request for such logits. `sound` [B][W + 1] is True where they are
+        finite."""
         ended = []
-        for b, verdict, states in zip(which, verdicts, sound):
+        for id, verdict, states in zip(ids, verdicts, sound):
             first = next(
                 (i for i in range(len(verdict.path) + 1) if not states[i]), None
             )
             # the engine itself picks the token after a window that is kept whole
             if first is not None and first < len(verdict.drafted):
-                self._warn_of_non_finite(windows.ids[b], first)
+                self._warn_of_non_finite(id, first)
                 verdict = replace(verdict, path=verdict.path[:first], next_token=None)
             ended.append(verdict)
         return ended
