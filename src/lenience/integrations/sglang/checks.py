@@ -1,5 +1,4 @@
-"""Checks that refuse an SGLang version, a server's arguments or a request that a rule cannot work
-with."""
+"""Checks that refuse an SGLang version or server arguments that a rule cannot work with."""
 
 from __future__ import annotations
 
