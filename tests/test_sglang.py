@@ -382,18 +382,20 @@ def test_histories_do_not_lag(rule_of: Callable[..., Verification]) -> None:
     # preempted: its tokens are sent, and its last token is another one
     one.tokens[-1] = 30
     one.output_ids = array("q", one.tokens)
+    before = [*PROMPT, *one.tokens]
     verify([one], chains([one], [[7, 8, 9]]), states_of(4, 5))
     assert verification.requests.outputs["a"] == one.tokens
+    assert verification.deciding.rows["a"].prefix == before
     assert counts["a"].kept_leniently == 4
     again = request("a")
     verify([again], chains([again], [[7, 8, 9]]), states_of(4, 6))
     assert verification.requests.outputs["a"] == again.tokens
     assert verification.requests.outputs["b"] == other.tokens
     other.finished_reason = SimpleNamespace()
-    before = verification.totals()
+    passes = verification.totals()["passes"]
     verify([again], chains([again], [[7, 8, 9]]), states_of(4, 7))
     assert "b" not in verification.requests and "b" not in counts
-    assert verification.totals()["passes"] == before["passes"] + 1
+    assert verification.totals()["passes"] == passes + 1
 
 
 def test_a_finished_request_in_a_batch_is_left_to_sglang(
