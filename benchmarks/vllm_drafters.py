@@ -84,29 +84,7 @@ def one(setting: Setting, target: str, problems: Path, limit: int) -> dict[str, 
 
     rows = [json.loads(line) for line in problems.read_text().splitlines()]
     rows = rows[: limit + WARM_UP]
-    options: dict[str, Any] = {}
-    if setting.drafter:
-        options["speculative_config"] = {
-            "method": setting.drafter,
-            "num_speculative_tokens": setting.window,
-            **({"model": setting.model} if setting.model else {}),
-            **(
-                {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-                if not setting.model
-                else {}
-            ),
-        }
-    if setting.rule:
-        options["additional_config"] = {"lenience": {"rule": setting.rule}}
-    llm = LLM(
-        model=target,
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=1,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        **options,
-    )
+    llm = LLM(model=target, **_options(setting))
     config = llm.llm_engine.vllm_config.scheduler_config
     assert config.async_scheduling == setting.asynchronous
     params = SamplingParams(temperature=0, max_tokens=MOST)
@@ -131,6 +109,30 @@ def one(setting: Setting, target: str, problems: Path, limit: int) -> dict[str, 
         "windows": windows,
         "right": right,
         "kept_leniently": sum(one["kept_leniently"] for one in counts if one),
+    }
+
+
+def _options(setting: Setting) -> dict[str, Any]:
+    """Return vLLM's arguments for a setting."""
+    options: dict[str, Any] = {}
+    if setting.drafter:
+        speculative = {
+            "method": setting.drafter,
+            "num_speculative_tokens": setting.window,
+        }
+        if setting.model:
+            speculative["model"] = setting.model
+        else:
+            speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+        options["speculative_config"] = speculative
+    if setting.rule:
+        options["additional_config"] = {"lenience": {"rule": setting.rule}}
+    return options | {
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 1,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
     }
 
 

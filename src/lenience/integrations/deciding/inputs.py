@@ -1,4 +1,4 @@
-"""What rules read of windows and requests."""
+"""Inputs of rules: the draft's distribution, and parameters of requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def check_request(rule: AnyOf, params: Any) -> None:
         raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
     if greedy and compares_distributions(rule):
         raise InputError(
-            f"rule {rule}: compares the draft's distribution, which vLLM keeps for "
-            "sampled "
-            'requests alone; give a temperature above 0, or "lenience": "exact" in vllm_xargs'
+            f"rule {rule}: compares the draft's distribution, which the engine keeps for "
+            'sampled requests alone; give a temperature above 0, or the dial "exact"'
         )

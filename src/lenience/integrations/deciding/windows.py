@@ -15,16 +15,20 @@ import torch
 from torch import Tensor
 
 from lenience.core.context import Context, Row
+from lenience.core.errors import InputError
 from lenience.core.identity import tokens_with
 from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.soundness import CAUSES, cut_non_finite, have_finite_max
 from lenience.integrations.deciding.counts import Counts
-from lenience.integrations.deciding.inputs import compares_distributions
+from lenience.integrations.deciding.inputs import (
+    check_request,
+    compares_distributions,
+)
 from lenience.integrations.deciding.rule import ServedRule, dial_of, is_engines
 from lenience.rules.combine import AnyOf
+from lenience.serving.dial import KEY
 
-logger = logging.getLogger("vllm.lenience")
 ENOUGH = 200
 """Number of windows from which the share of unjudged windows is checked against its limit."""
 
@@ -175,6 +179,7 @@ class WindowDecider:
     requests: Requests
     server: ServedRule
     model_config: Any
+    logger: logging.Logger = logging.getLogger("lenience")
     rows: dict[str, Row] = field(default_factory=dict)
     counts: dict[str, Counts] = field(default_factory=dict)
     steps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -316,7 +321,7 @@ class WindowDecider:
         counts.non_finite += 1
         if counts.non_finite == 1:
             position = len(self.rows[id].prefix) + ahead
-            logger.error(
+            self.logger.error(
                 f"lenience: request {id}: the logits of {self.model_config.model} are NaN or "
                 f"infinite at position {position}; no drafted token is kept there, and the engine "
                 f"samples by itself ({CAUSES})"
@@ -326,6 +331,8 @@ class WindowDecider:
         """Return a request's row for the rules, with its history so far."""
         length = self.requests.length(id)
         row = self.rows.get(id)
+        if row is not None and length < row.position:
+            self.resume([id])  # a session whose prompt now holds its earlier answers
         if row is None:
             seed = self.requests.params(id).seed
             # without a seed the noise is keyed by the id, which all workers know
@@ -333,6 +340,8 @@ class WindowDecider:
             prompt = self.requests.prompt(id)
             noise = Noise(0, name) if seed is None else Noise.for_prompt(seed, prompt)
             row = self.rows[id] = Row(noise, prompt)
+        elif not row.position:
+            row.prefix = self.requests.prompt(id)
         row.prefix += self.requests.tokens(id, row.position)
         row.position = length
         return row
@@ -353,7 +362,7 @@ class WindowDecider:
                 "scores": scores,
                 "kept": verdict.num_accepted,
             }
-        for i in verdict.path[:room]:
+        for i in verdict.path[: max(0, room)]:
             if verdict.exact[i]:
                 counts.kept_strictly += 1
             else:
@@ -385,9 +394,22 @@ class WindowDecider:
         that were in flight at the preemption."""
         for id in ids:
             if row := self.rows.get(id):
-                del row.prefix[len(row.prefix) - row.position :]
                 row.position = 0
                 row.memory.clear()
+
+    def check(self, id: str) -> None:
+        """Raise InputError if a request's dial or parameters do not fit the server's rule."""
+        params = self.requests.params(id)
+        dial = dial_of(params.extra_args)
+        if not isinstance(dial, str | float | int | None):
+            raise InputError(f"{KEY} {dial!r}: must be a text or a number")
+        check_request(self._rule_for(dial), params)
+
+    def forget(self, ids: Iterable[str]) -> list[Counts]:
+        """Drop the state of requests, and return their counts."""
+        for id in ids:
+            self.rows.pop(id, None)
+        return [self.counts.pop(id) for id in ids if id in self.counts]
 
     def forget_finished(self) -> None:
         """Drop the state of finished requests."""

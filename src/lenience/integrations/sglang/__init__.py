@@ -22,5 +22,6 @@ def register() -> None:
         from lenience.integrations.sglang import hooks
 
         hooks.install()
-    except (InputError, ImportError, AttributeError) as error:
-        raise SystemExit(f"lenience: {VARIABLE}: {error}") from None
+    except Exception as error:  # SGLang would log it and serve without the plugin
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        raise SystemExit(f"lenience: {VARIABLE}: {kind}{error}") from error

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lenience.core.errors import InputError, first_line
 from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
 from lenience.core.needs import Layers, Parts
 from lenience.core.version import VERSION
 from lenience.heads.head import shown_layers
-from lenience.integrations.deciding.inputs import compares_distributions
+from lenience.integrations.deciding.inputs import (
+    check_request,
+    compares_distributions,
+)
 from lenience.integrations.deciding.rule import ServedRule
+from lenience.integrations.sglang.requests import RequestParams
 from lenience.rules.combine import AnyOf
 
 KNOWN = ("0.5.23",)
@@ -26,7 +31,13 @@ WITH_STATES = ("EAGLE", "NEXTN", "EAGLE3")
 """Algorithms that keep the target's states of a window."""
 KNOWN_ALGORITHMS = (*WITH_STATES, "STANDALONE", "NGRAM")
 """Algorithms whose windows SGLang verifies in eagle_sample."""
+EAGLE3_COUNTED_FROM_0 = ("Llama", "Qwen2", "Qwen3", "Gemma3", "Mistral")
+"""Beginnings of the architectures for which EAGLE-3 checkpoints count layers from 0. For some
+others SGLang takes the numbers as they are."""
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
+RUST = "SGLANG_RUST_SERVER"
+GREEDILY = RequestParams(temperature=0.0)
+"""Parameters of the requests with which SGLang warms up and checks its health."""
 
 
 def sglang_version() -> str:
@@ -45,16 +56,6 @@ def sglang_version() -> str:
     return found
 
 
-def check_parameters(function: Callable[..., Any], parameters: Sequence[str]) -> None:
-    """Raise InputError if the first parameters of one of SGLang's functions have changed."""
-    found = tuple(inspect.signature(function).parameters)
-    if found[: len(parameters)] != tuple(parameters):
-        raise InputError(
-            f"SGLang {sglang_version()}: {function.__name__} takes {', '.join(found)}, not "
-            f"{', '.join(parameters)}"
-        )
-
-
 def check(server: ServedRule, args: Any) -> str:
     """Check a server's arguments and return the start message. Raises InputError for the first
     argument with which the server's rules cannot decide."""
@@ -69,26 +70,22 @@ def check(server: ServedRule, args: Any) -> str:
         f"({'unchecked' if part.unchecked else 'of these models'})"
         for part in server.rule.heads
     )
-    parts = [
-        f"rule {server.rule}",
-        heads,
-        f"lenience {VERSION}",
-        f"SGLang {found}",
-        "no certificate",
-    ]
+    versions = f"lenience {VERSION}, SGLang {found}"
+    parts = (f"rule {server.rule}", heads, versions, "no certificate")
     return ", ".join(part for part in parts if part)
 
 
 def _check_engine(server: ServedRule, args: Any) -> None:
-    """Raise InputError for arguments with which windows are decided elsewhere, or are no chains."""
+    """Raise InputError for arguments with which windows are no chains, or are decided elsewhere, or
+    requests come in unchecked."""
     algorithm = args.speculative_algorithm
     if algorithm is None:
         raise InputError(
-            "this server does not draft, so there is nothing to accept; add "
-            "--speculative-algorithm, such as EAGLE3"
+            f"rule {server.rule}: this server does not draft, so there is nothing to accept; "
+            "add --speculative-algorithm, such as EAGLE3"
         )
     is_ngram = algorithm == "NGRAM"
-    breadth = args.speculative_ngram_max_bfs_breadth if is_ngram else 1
+    has_heads = any(rule.heads for rule in server.rules)
     refused = {
         f"--speculative-algorithm {algorithm}: is not known; take one of "
         f"{', '.join(KNOWN_ALGORITHMS)}": algorithm not in KNOWN_ALGORITHMS,
@@ -96,30 +93,47 @@ def _check_engine(server: ServedRule, args: Any) -> None:
             not is_ngram and args.speculative_eagle_topk not in (None, 1)
         ),
         "--speculative-ngram-max-bfs-breadth: a rule decides on chains; set it to 1": (
-            breadth != 1
+            is_ngram and args.speculative_ngram_max_bfs_breadth != 1
+        ),
+        "--speculative-ngram-external-sam-budget: makes trees of chains; leave it out": (
+            is_ngram and args.speculative_ngram_external_sam_budget > 0
+        ),
+        "--speculative-accept-threshold-single and -acc: accept by themselves, strict "
+        "requests' tokens too; leave them out": (
+            args.speculative_accept_threshold_single != 1
+            or args.speculative_accept_threshold_acc != 1
         ),
         "--speculative-use-rejection-sampling: decides by the draft's distribution; leave it "
         "out": bool(args.speculative_use_rejection_sampling),
         "--enable-watermark: chooses tokens by itself; leave it out": bool(
-            getattr(args, "enable_watermark", False)
+            args.enable_watermark
         ),
         "--tokenizer-worker-num: those workers load no plugins; leave it out": (
-            getattr(args, "tokenizer_worker_num", 1) > 1
+            args.tokenizer_worker_num > 1
         ),
-        "--use-ray: its actors load no plugins; leave it out": bool(
-            getattr(args, "use_ray", False)
+        "--use-ray: its actors load no plugins; leave it out": bool(args.use_ray),
+        "--grpc-mode, --smg-grpc-mode: requests come in unchecked; leave them out": bool(
+            args.grpc_mode or args.smg_grpc_mode
         ),
-        "--enable-lora: makes other models of the target, and a head was fitted to one; leave it "
-        "out": bool(args.enable_lora and any(rule.heads for rule in server.rules)),
+        f"{RUST}: requests come in unchecked; unset it": _is_on(RUST),
         f"{SIMULATED}: invents acceptances; unset it": (
             float(os.environ.get(SIMULATED) or 0) > 0
         ),
+        "--enable-lora: makes other models of the target, and a head was fitted to one; leave it "
+        "out": bool(args.enable_lora and has_heads),
+        "on AMD's GPUs SGLang decides sampled requests as greedy ones, which the plugin cannot "
+        "follow": torch.version.hip is not None,
         "certified rules are not known in SGLang; certify its endpoint "
         "(docs/certify-a-server.md)": server.certificate is not None,
     }
     for why, is_so in refused.items():
         if is_so:
             raise InputError(f"rule {server.rule}: {why}")
+
+
+def _is_on(variable: str) -> bool:
+    """Return True if an environment variable switches something on, as SGLang reads it."""
+    return os.environ.get(variable, "").lower() in ("true", "1", "yes", "y")
 
 
 def _check_rule(rule: AnyOf, args: Any) -> None:
@@ -134,78 +148,102 @@ def _check_rule(rule: AnyOf, args: Any) -> None:
             f"rule {rule}: reads the draft's states, which SGLang does not keep; train a "
             "judge with --models target"
         )
-    if rule.needs.layers is None:
-        return
+    try:
+        check_request(rule, GREEDILY)
+    except InputError as error:
+        raise InputError(
+            f"{error}; SGLang's warm-up and health checks ask greedily, so no server can have "
+            "this rule"
+        ) from None
+    if rule.needs.layers is not None:
+        _check_states(rule, rule.needs.layers, args)
+
+
+def _check_states(rule: AnyOf, reads: Layers, args: Any) -> None:
+    """Raise InputError if SGLang does not keep the states that the rule reads, or a head belongs to
+    other models."""
     algorithm = args.speculative_algorithm
     if algorithm not in WITH_STATES:
         raise InputError(
             f"rule {rule}: reads the target's states, which SGLang keeps with "
             f"{', '.join(WITH_STATES)}, not with {algorithm}"
         )
-    config = _config(args.model_path)
+    folder = _folder(args.model_path, args.revision, args.download_dir)
+    config = _config(folder)
     kept = _eagle3_layers(args, config) if algorithm == "EAGLE3" else (None,)
-    if rule.needs.layers != kept:
+    if reads != kept:
         raise InputError(
-            f"rule {rule}: reads the states after layers {shown_layers(rule.needs.layers)}, "
-            f"and with {algorithm} SGLang keeps those after {shown_layers(kept)}; train a "
-            "judge of those"
+            f"rule {rule}: reads the states after layers {shown_layers(reads)}, and with "
+            f"{algorithm} SGLang keeps those after {shown_layers(kept)}; train a judge of those"
         )
+    tokenizer = args.tokenizer_path or args.model_path
 
     def known() -> Mapping[str, str]:
-        found = {
-            "target": _weights(args.model_path),
-            "tokenizer": _vocabulary(
-                args.tokenizer_path or args.model_path, args.trust_remote_code
-            ),
+        return {
+            "target": _weights(folder),
+            "tokenizer": _vocabulary(tokenizer, args.revision, args.trust_remote_code),
         }
-        if algorithm == "STANDALONE":
-            found["draft"] = _weights(args.speculative_draft_model_path)
-        return found
 
     rule.check(known, {"target": config["hidden_size"]})
 
 
-def _folder(name: str) -> Path:
-    """Return the folder of a checkpoint. A model of the Hub is downloaded."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(name, allow_patterns=["*.safetensors", "config.json"])
-    )
-
-
-def _config(name: str) -> dict[str, Any]:
-    """Return the configuration of a checkpoint, of its text part if there are others."""
-    path = _folder(name) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
-    found: dict[str, Any] = config.get("text_config", config)
-    return found
-
-
 def _eagle3_layers(args: Any, config: Mapping[str, Any]) -> Layers:
     """Return the layers whose states EAGLE-3 captures, counted from 1."""
-    draft = _config(args.speculative_draft_model_path)
-    nested = draft.get("eagle_config") or {}
+    draft = args.speculative_draft_model_path
+    revision = args.speculative_draft_model_revision
+    said = _config(_folder(draft, revision, args.download_dir))
+    nested = said.get("eagle_config") or {}
+    if not nested.get("use_aux_hidden_state", True):
+        return (None,)
+    architecture = str((config.get("architectures") or [""])[0])
+    if not architecture.startswith(EAGLE3_COUNTED_FROM_0):
+        raise InputError(
+            f"{architecture or args.model_path}: the layers that EAGLE3 captures are not known "
+            "for it; take a rule from logits"
+        )
     named = nested.get("eagle_aux_hidden_state_layer_ids")
-    if named and nested.get("use_aux_hidden_state", True):
+    if named:
         return tuple(int(layer) + 1 for layer in named)
     depth = int(config["num_hidden_layers"])
     return (2, depth // 2, depth - 3)
 
 
-@lru_cache
-def _weights(name: str) -> str:
-    return checkpoint_fingerprint(_folder(name))
+def _folder(name: str, revision: str | None, cache: str | None) -> Path:
+    """Return the folder of a checkpoint. A model of the Hub is downloaded, as SGLang does."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=cache,
+            allow_patterns=["*.safetensors", "config.json"],
+        )
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a checkpoint, of its text part if there are others."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
+    text = config.get("text_config") or {}
+    return {**config, **text, "architectures": config.get("architectures")}
+
+
+_weights = lru_cache(checkpoint_fingerprint)
+"""Fingerprint of a checkpoint, computed once per process."""
 
 
 @lru_cache
-def _vocabulary(name: str, trust_remote_code: bool) -> str:
+def _vocabulary(name: str, revision: str | None, trust_remote_code: bool) -> str:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, revision=revision, trust_remote_code=trust_remote_code
+    )
     return tokenizer_fingerprint(tokenizer)

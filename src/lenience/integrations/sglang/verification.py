@@ -7,14 +7,17 @@ arrives at the rules' verdicts. The logits stay as they are, and so do log-proba
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lenience.core.errors import InputError
 from lenience.integrations.deciding.counts import Counts
 from lenience.integrations.deciding.rule import ServedRule
 from lenience.integrations.deciding.windows import (
@@ -24,6 +27,7 @@ from lenience.integrations.deciding.windows import (
 )
 from lenience.integrations.sglang.requests import Requests
 
+logger = logging.getLogger("sglang.lenience")
 END = -1
 """Value of a link in SGLang's trees that leads nowhere."""
 PADDING = 0
@@ -66,7 +70,7 @@ class Verification:
             tokenizer_revision=None,
             trust_remote_code=args.trust_remote_code,
         )
-        self.deciding = WindowDecider(self.requests, server, config)
+        self.deciding = WindowDecider(self.requests, server, config, logger)
         self.pads = args.speculative_algorithm == "NGRAM"
         """True if windows end with padding."""
         self._step: _Step | None = None
@@ -134,23 +138,34 @@ class Verification:
     def _begin(self, step: _Step) -> None:
         """Bring the requests' tokens up to date."""
         tokens = step.verify_input.draft_token.view(-1, step.width)
-        for id in list(self.deciding.counts):
-            if id in self.requests and self.requests.of[id].finished():
-                self._count(self.deciding.counts.pop(id))
-        resumed = self.requests.begin_step(
+        changes = self.requests.begin_step(
             step.batch.reqs, tokens[:, 0].tolist(), step.batch.seq_lens.tolist()
         )
-        self.deciding.resume(resumed)
-
-    def _count(self, counts: Counts) -> None:
-        for name, n in asdict(counts).items():
-            setattr(self._finished, name, getattr(self._finished, name) + n)
+        for counts in self.deciding.forget(changes.gone):
+            for name, n in asdict(counts).items():
+                setattr(self._finished, name, getattr(self._finished, name) + n)
+        self.deciding.resume(changes.resumed)
 
     def _decide(
         self, step: _Step, candidates: Tensor, greedy: bool
     ) -> tuple[_Chains, KernelEdits]:
         chains = self._chains(step, candidates)
         return chains, self.deciding.orders(chains.windows, greedy)
+
+    def _may_decide(self, request: Any) -> bool:
+        """Return False for a request that has ended. Abort a request with an impossible dial, which
+        came in unchecked, and return False."""
+        if request.finished() or request.rid in self.requests.ended:
+            return False
+        try:
+            self.deciding.check(request.rid)
+        except InputError as error:
+            from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+            status = HTTPStatus.BAD_REQUEST
+            request.to_finish = FINISH_ABORT(str(error), status, "BadRequestError")
+            return False
+        return True
 
     def _chains(self, step: _Step, candidates: Tensor) -> _Chains:
         """Return the chains of a batch. A request that has ended, or whose window is padding, has
@@ -165,9 +180,8 @@ class Verification:
         with_bonus = list[int]()
         for b, request in enumerate(step.batch.reqs):
             path = _path(links[b])
-            if request.finished() or (
-                self.pads and path and tokens[b][path[0]] == PADDING
-            ):
+            is_padding = self.pads and path and tokens[b][path[0]] == PADDING
+            if is_padding or not self._may_decide(request):
                 path = []
             before = [0, *path]
             ids.append(request.rid)

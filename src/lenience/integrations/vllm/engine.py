@@ -374,7 +374,6 @@ class VllmPair(Pair):
             asking.comparisons.begin(talk, question)
             return []
         name = f"{KEY}-{next(self._numbers)}"
-        asking.held[name] = _OpenRequest(talk, question)
         if isinstance(question, Predict):
             kind = DIALOGUES[0]
             params = _predicting()
@@ -388,6 +387,7 @@ class VllmPair(Pair):
             kind = asking.continues
             params = self._params(decoder, kind.window, 0)
             ids = question.ids
+        asking.held[name] = _OpenRequest(talk, question, kind)
         self._running[kind].add_request(name, {"prompt_token_ids": list(ids)}, params)
         return []
 
@@ -449,6 +449,8 @@ class _OpenRequest(Generic[T]):
 
     talk: ActiveDialogue[T]
     question: Continue | Predict
+    use: EngineUse
+    """Engine that answers."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of the answer so far."""
 
@@ -476,10 +478,11 @@ class _OpenRequest(Generic[T]):
             cost.draft_tokens += len(ids) - 1
         elif part.token_ids:
             unread = 1 if self.tokens else len(ids) - (given.num_cached_tokens or 0)
-            drafted = WINDOW if self.tokens else 0  # at most; lookups may draft fewer
+            drafted = self.use.window if self.tokens else 0  # lookups may draft fewer
             cost.target_passes += 1
             cost.target_tokens += unread + drafted
-            cost.draft_tokens += unread + max(0, drafted - 1)
+            if self.use.window and Parts.PROBS in self.use.drafter.offers:
+                cost.draft_tokens += unread + max(0, drafted - 1)
             self.tokens += part.token_ids
 
 

@@ -176,7 +176,9 @@ def install(runner: Any, server: ServedRule) -> None:
         _mend_expansion()
     if runner.use_async_scheduling:
         _keep_tokens_known(runner.input_batch)
-    what = Sampling(runner, WindowDecider(Cached(runner), server, runner.model_config))
+    what = Sampling(
+        runner, WindowDecider(Cached(runner), server, runner.model_config, logger)
+    )
     runner.sample_tokens = partial(what.sample_tokens, runner.sample_tokens)
     forward = runner.rejection_sampler.forward
     fits = runner._input_fits_in_drafter

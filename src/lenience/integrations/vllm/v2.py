@@ -7,6 +7,7 @@ row's token, and a request's last row on no drafted token. A token to remove is 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -63,6 +64,7 @@ SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     ),
 )
 """Wrapped functions with their first parameters."""
+logger = logging.getLogger("vllm.lenience")
 OF_TRIALS = ("_warmup", "_v2_mixed_warmup")
 """Beginnings of the ids of requests with which vLLM warms its kernels up."""
 
@@ -258,7 +260,7 @@ def _attach(runner: Any, server: ServedRule) -> None:
         if is_so:
             raise InputError(f"rule {server.rule}: this runner {why}; switch that off")
     slots = Slots(runner.req_states)
-    what = Sampling(slots, WindowDecider(slots, server, runner.model_config))
+    what = Sampling(slots, WindowDecider(slots, server, runner.model_config, logger))
     _wrap_kernel()
     _runners.append(what)
     sampler = runner.sampler
