@@ -412,7 +412,12 @@ ASKED = ("temperature", "max_tokens", "repetition_penalty", "seed")
 def asked_of(options: dict[str, Any], requests: list[Any]) -> dict[str, Any]:
     """A request to `answer.py`: an engine's arguments, and prompts with their parameters."""
     return {
-        "engine": {**ENGINE, "speculative_config": DRAFT, **options},
+        "engine": {
+            **ENGINE,
+            "speculative_config": DRAFT,
+            "disable_log_stats": False,
+            **options,
+        },
         "requests": [
             {
                 "prompt": prompt,
@@ -467,7 +472,6 @@ def test_preemption_with_asynchronous_scheduling_loses_no_count(
         "block_size": 32,
         "num_gpu_blocks_override": BLOCKS,
         "max_model_len": 256,
-        "disable_log_stats": False,
     }
     told = asynchronously(tmp_path, asked_of(crowded, requests))
     assert told["preempted"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -250,6 +251,10 @@ def test_heads_that_do_not_fit_are_refused(
         target, {**own, "tokenizer": "another"}, "was trained for another tokenizer"
     )
     refused(target, own, "LoRA", lora_config=object())
+    draft = Path(shutil.copytree(EMBEDDED / "draft", tmp_path / "small-draft"))
+    (draft / "draft_vocab.json").write_text('{"tokens": [1, 2]}')
+    small = SimpleNamespace(model=str(draft), revision=None)
+    refused(target, own, "has a draft vocabulary", draft_model_config=small)
     allowed = judge_of(tmp_path / "allowed", target, own)
     server = served_rule.read(options(rule="exact", allow=[allowed]))
     assert server is not None

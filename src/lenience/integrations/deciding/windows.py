@@ -29,6 +29,7 @@ from lenience.integrations.deciding.rule import ServedRule, dial_of, is_engines
 from lenience.rules.combine import AnyOf
 from lenience.serving.dial import KEY
 
+LOGGER = logging.getLogger("lenience")
 ENOUGH = 200
 """Number of windows from which the share of unjudged windows is checked against its limit."""
 
@@ -179,7 +180,7 @@ class WindowDecider:
     requests: Requests
     server: ServedRule
     model_config: Any
-    logger: logging.Logger = logging.getLogger("lenience")
+    logger: logging.Logger = LOGGER
     rows: dict[str, Row] = field(default_factory=dict)
     counts: dict[str, Counts] = field(default_factory=dict)
     steps: dict[str, dict[str, Any]] = field(default_factory=dict)

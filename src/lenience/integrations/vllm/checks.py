@@ -26,6 +26,7 @@ from lenience.integrations.vllm.drafters import (
     drafter_of,
     has_probs,
 )
+from lenience.models.vocabulary import FILE as DRAFT_VOCABULARY
 from lenience.rules.combine import AnyOf
 from lenience.runs.certificate import Certificate
 
@@ -175,7 +176,14 @@ def _fingerprints(target: Any, speculative: Any, load: Any) -> dict[str, str]:
         "tokenizer": _vocabulary(*named),
     }
     if speculative.method == "draft_model":
-        found["draft"] = _weights(_folder(speculative.draft_model_config, load))
+        folder = _folder(speculative.draft_model_config, load)
+        if (folder / DRAFT_VOCABULARY).is_file():
+            raise InputError(
+                f"draft {folder}: has a draft vocabulary ({DRAFT_VOCABULARY}), which vLLM does "
+                "not know. There it drafts from all tokens, so it is not the draft that heads "
+                "were trained with; add ,unchecked=true to the judge's spec"
+            )
+        found["draft"] = _weights(folder)
     return found
 
 
