@@ -459,3 +459,35 @@ def test_a_rule_is_handed_each_requests_own_states_and_the_drafts_logits() -> No
     assert reading.hidden[..., 0].tolist() == [[0, 1, 2, 2], [4, 5, 6, 7]]
     # temperature 0.5 makes the draft's own distribution of its logits
     torch.testing.assert_close((draft.logits[0, 0] / 0.5).softmax(-1), probs[0])
+
+
+def test_a_session_goes_on_from_its_new_prompt() -> None:
+    """vLLM's sessions keep a request's id, and move its answer into the prompt."""
+
+    class Session:
+        def __init__(self) -> None:
+            self.asked = [1, 2, 3]
+            self.answered = [10, 11]
+
+        def params(self, id: str) -> Any:
+            return SimpleNamespace(seed=None)
+
+        def prompt(self, id: str) -> list[int]:
+            return list(self.asked)
+
+        def length(self, id: str) -> int:
+            return len(self.answered)
+
+        def tokens(self, id: str, start: int) -> list[int]:
+            return self.answered[start:]
+
+    session = Session()
+    server = served_rule.read(options(rule="topk:2"))
+    assert server is not None
+    decider = WindowDecider(session, server, SimpleNamespace())  # type: ignore[arg-type]
+    assert decider._row("a").prefix == [1, 2, 3, 10, 11]
+    session.asked = [1, 2, 3, 10, 11, 12, 50]
+    session.answered = [60]
+    assert decider._row("a").prefix == [1, 2, 3, 10, 11, 12, 50, 60]
+    session.answered = [60, 61]
+    assert decider._row("a").prefix[-3:] == [50, 60, 61]
