@@ -771,8 +771,13 @@ def _asked(hook: Any) -> list[Any]:
 
 def test_nothing_happens_without_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(served_rule.VARIABLE, raising=False)
-    monkeypatch.setattr(hooks, "install", lambda: pytest.fail("installed"))
+    installed: list[str] = []
+    monkeypatch.setattr(hooks, "install", lambda: installed.append("installed"))
     plugin.register()
+    assert not installed
+    monkeypatch.setenv(served_rule.VARIABLE, "topk:3")
+    plugin.register()
+    assert installed
 
 
 def test_ranks_agree(

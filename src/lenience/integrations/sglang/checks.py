@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,14 @@ from typing import Any
 import torch
 
 from lenience.core.errors import InputError, first_line
-from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
 from lenience.core.needs import Layers, Parts
 from lenience.core.version import VERSION
 from lenience.heads.head import shown_layers
+from lenience.integrations.deciding.checkpoints import (
+    folder_of,
+    vocabulary,
+    weights,
+)
 from lenience.integrations.deciding.inputs import (
     check_request,
     compares_distributions,
@@ -168,7 +171,7 @@ def _check_states(rule: AnyOf, reads: Layers, args: Any) -> None:
             f"rule {rule}: reads the target's states, which SGLang keeps with "
             f"{', '.join(WITH_STATES)}, not with {algorithm}"
         )
-    folder = _folder(args.model_path, args.revision, args.download_dir)
+    folder = folder_of(args.model_path, args.revision, args.download_dir)
     config = _config(folder)
     kept = _eagle3_layers(args, config) if algorithm == "EAGLE3" else (None,)
     if reads != kept:
@@ -180,8 +183,8 @@ def _check_states(rule: AnyOf, reads: Layers, args: Any) -> None:
 
     def known() -> Mapping[str, str]:
         return {
-            "target": _weights(folder),
-            "tokenizer": _vocabulary(tokenizer, args.revision, args.trust_remote_code),
+            "target": weights(folder),
+            "tokenizer": vocabulary(tokenizer, args.revision, args.trust_remote_code),
         }
 
     rule.check(known, {"target": config["hidden_size"]})
@@ -191,7 +194,7 @@ def _eagle3_layers(args: Any, config: Mapping[str, Any]) -> Layers:
     """Return the layers whose states EAGLE-3 captures, counted from 1."""
     draft = args.speculative_draft_model_path
     revision = args.speculative_draft_model_revision
-    said = _config(_folder(draft, revision, args.download_dir))
+    said = _config(folder_of(draft, revision, args.download_dir))
     nested = said.get("eagle_config") or {}
     if not nested.get("use_aux_hidden_state", True):
         return (None,)
@@ -208,22 +211,6 @@ def _eagle3_layers(args: Any, config: Mapping[str, Any]) -> Layers:
     return (2, depth // 2, depth - 3)
 
 
-def _folder(name: str, revision: str | None, cache: str | None) -> Path:
-    """Return the folder of a checkpoint. A model of the Hub is downloaded, as SGLang does."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=cache,
-            allow_patterns=["*.safetensors", "config.json"],
-        )
-    )
-
-
 def _config(folder: Path) -> dict[str, Any]:
     """Return the configuration of a checkpoint, of its text part if there are others."""
     path = folder / "config.json"
@@ -233,17 +220,3 @@ def _config(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
     text = config.get("text_config") or {}
     return {**config, **text, "architectures": config.get("architectures")}
-
-
-_weights = lru_cache(checkpoint_fingerprint)
-"""Fingerprint of a checkpoint, computed once per process."""
-
-
-@lru_cache
-def _vocabulary(name: str, revision: str | None, trust_remote_code: bool) -> str:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(
-        name, revision=revision, trust_remote_code=trust_remote_code
-    )
-    return tokenizer_fingerprint(tokenizer)

@@ -144,19 +144,11 @@ def _started(
         )
         wrap(SAMPLE, verification.sample)
         wrap(GREEDY, verification.greedy)
-        if not _is_hip():
-            wrap(SAMPLED, verification.sampled)
+        wrap(SAMPLED, verification.sampled)
         wrap(STATE, partial(_stated, told, verification))
     result = original(scheduler, server_args, *args, **kwargs)
     logger.info("lenience: %s", told)
     return result
-
-
-def _is_hip() -> bool:
-    """Return True on AMD's GPUs, where SGLang verifies all requests greedily."""
-    import torch
-
-    return torch.version.hip is not None
 
 
 def _stated(

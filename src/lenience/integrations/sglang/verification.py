@@ -111,7 +111,7 @@ class Verification:
             rows, tokens = _forced(chains, edits)
             target.view(-1)[rows] = tokens.to(target.dtype)
         candidates = _redrawn(kwargs["candidates"], chains, edits)
-        # float scores may differ between ranks, and no rank may go its own way
+        # scores may differ between ranks in the last digits, and all ranks must accept the same
         for shared in (target, candidates):
             _broadcast(shared)
         return original(

@@ -5,18 +5,21 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lenience.core.errors import InputError
-from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
 from lenience.core.needs import Parts
 from lenience.core.protocols import Rule
 from lenience.core.version import VERSION
 from lenience.decoding.decoder import Binding, check_binding
 from lenience.heads.head import shown_layers
+from lenience.integrations.deciding.checkpoints import (
+    folder_of,
+    vocabulary,
+    weights,
+)
 from lenience.integrations.deciding.inputs import compares_distributions
 from lenience.integrations.deciding.rule import VARIABLE, ServedRule
 from lenience.integrations.vllm.drafters import (
@@ -172,8 +175,8 @@ def _fingerprints(target: Any, speculative: Any, load: Any) -> dict[str, str]:
     model by itself."""
     named = target.tokenizer, target.tokenizer_revision, target.trust_remote_code
     found = {
-        "target": _weights(_folder(target, load)),
-        "tokenizer": _vocabulary(*named),
+        "target": weights(_folder(target, load)),
+        "tokenizer": vocabulary(*named),
     }
     if speculative.method == "draft_model":
         folder = _folder(speculative.draft_model_config, load)
@@ -183,39 +186,13 @@ def _fingerprints(target: Any, speculative: Any, load: Any) -> dict[str, str]:
                 "not know. There it drafts from all tokens, so it is not the draft that heads "
                 "were trained with; add ,unchecked=true to the judge's spec"
             )
-        found["draft"] = _weights(folder)
+        found["draft"] = weights(folder)
     return found
 
 
-_weights = lru_cache(checkpoint_fingerprint)
-"""Fingerprint of a checkpoint, computed once per process."""
-
-
-@lru_cache
-def _vocabulary(name: str, revision: str | None, trust_remote_code: bool) -> str:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(
-        name, revision=revision, trust_remote_code=trust_remote_code
-    )
-    return tokenizer_fingerprint(tokenizer)
-
-
 def _folder(model: Any, load: Any) -> Path:
-    """Return the folder of a model's checkpoint. A model of the Hub is downloaded into vLLM's
-    cache."""
-    if Path(model.model).is_dir():
-        return Path(model.model)
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(
-            model.model,
-            revision=model.revision,
-            cache_dir=load.download_dir,
-            allow_patterns=["*.safetensors", "config.json"],
-        )
-    )
+    """Return the folder of a model's checkpoint."""
+    return folder_of(model.model, model.revision, load.download_dir)
 
 
 def _check_certificate(

@@ -70,7 +70,7 @@ def drafter_of(speculative: Any) -> DrafterSpec | None:
 
 
 def check_method(speculative: Any) -> None:
-    """Raise InputError for a method of drafting with which the plugin was never tried."""
+    """Raise InputError for a method of drafting that the plugin does not know."""
     if speculative.method not in METHODS:
         raise InputError(
             f"method {speculative.method!r} in --speculative-config: is not known; lenience "
