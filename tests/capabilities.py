@@ -12,13 +12,19 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from pathlib import PurePosixPath
 
 import pytest
 
 REQUIRE_ALL = "LENIENCE_TESTS_REQUIRE_ALL"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-ELSEWHERE = ("test_vllm.py", "test_vllm_v2.py")
-"""Modules that run in an environment of their own, `make test-vllm`, where vLLM is."""
+ELSEWHERE = {
+    "test_vllm.py": lambda: find_spec("vllm") is not None,
+    "test_vllm_v2.py": lambda: find_spec("vllm") is not None,
+    "test_sglang.py": lambda: "LENIENCE_SGLANG" in os.environ,
+}
+"""Modules that `make test-vllm` and `make test-sglang` run, and what tells whether this is such a
+run. Elsewhere they may be skipped."""
 
 
 def browser() -> str | None:
@@ -95,7 +101,8 @@ def fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
         or hasattr(report, "wasxfail")
     ):
         return
-    if find_spec("vllm") is None and report.nodeid.split("::")[0].endswith(ELSEWHERE):
+    module = PurePosixPath(report.nodeid.split("::")[0]).name
+    if module in ELSEWHERE and not ELSEWHERE[module]():
         return
     assert isinstance(report.longrepr, tuple)
     report.outcome = "failed"

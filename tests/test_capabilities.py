@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from capabilities import PROBES, REQUIRE_ALL, missing
+from capabilities import ELSEWHERE, PROBES, REQUIRE_ALL, fail_if_skipped, missing
 
 TESTS = Path(__file__).parent
 SANDBOXED = "test_what_a_program_writes_and_how_it_ends_is_told"
@@ -19,24 +19,21 @@ def run_without_bubblewrap(
     tmp_path: Path, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a test of each sandbox with a PATH on which there is no bwrap."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        SANDBOXED,
-    ]
+    chosen = ["-k", SANDBOXED, str(TESTS / "test_sandbox.py")]
+    return run_pytest(*chosen, PATH=str(tmp_path), **env)
+
+
+def run_pytest(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in a process that knows nothing of this one's run."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("PYTEST")
+        and name not in (REQUIRE_ALL, "LENIENCE_SGLANG")
     }
-    kept.pop(REQUIRE_ALL, None)
     return subprocess.run(
-        [*command, str(TESTS / "test_sandbox.py")],
-        env={**kept, "PATH": str(tmp_path), **env},
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args],
+        env={**kept, **env},
         cwd=TESTS.parent,
         capture_output=True,
         text=True,
@@ -65,3 +62,30 @@ def test_every_capability_that_is_missing_says_what_brings_it() -> None:
     for capability, (_, fix) in PROBES.items():
         reason = missing(capability)
         assert reason == "" or reason.endswith(fix)
+
+
+def collected(module: str) -> pytest.CollectReport:
+    """Return what pytest reports of a module that skips itself, after our hook has seen it."""
+    report = pytest.CollectReport(
+        f"tests/{module}", "skipped", (module, 1, "Skipped: needs something"), []
+    )
+    fail_if_skipped(report)
+    return report
+
+
+def test_only_modules_that_run_elsewhere_may_skip_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(REQUIRE_ALL, "1")
+    monkeypatch.delenv("LENIENCE_SGLANG", raising=False)
+    assert collected("test_sglang.py").outcome == "skipped"
+    assert collected("test_gguf.py").outcome == "failed"
+    monkeypatch.setenv("LENIENCE_SGLANG", "/packages")
+    assert collected("test_sglang.py").outcome == "failed"
+
+
+def test_where_nothing_may_be_skipped_modules_that_run_elsewhere_may() -> None:
+    modules = sorted(name for name in ELSEWHERE if not ELSEWHERE[name]())
+    paths = [str(TESTS / name) for name in modules]
+    done = run_pytest("--collect-only", *paths, **{REQUIRE_ALL: "1"})
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout
