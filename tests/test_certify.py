@@ -306,6 +306,86 @@ def test_what_is_certified_is_decoded_and_nothing_else(
             llama.generate(prompts[0], rule=rule, **{name: value})
 
 
+WINDOWS = (1, 2, 6)
+
+
+def several_windows(**given) -> CertifyConfig:
+    return CertifyConfig(
+        **{
+            "rules": ("topk:2",),
+            "max_drop": 0.9,
+            "confidence": 0.9,
+            "limit": 40,
+            **given,
+        },
+        windows=WINDOWS,
+    )
+
+
+def test_of_several_windows_a_prompt_counts_with_its_largest_loss(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    made = certify(llama, task, tmp_path, several_windows(rules=("topk:4",)))
+    used = [
+        task.prompt(int(use["id"].split("-")[1]))
+        for use in Journal(tmp_path / "uses.jsonl")
+    ]
+    (row,) = made["tried"]
+    used = used[: row["n"]]
+    wrong = {
+        window: [
+            task.answer(text) != task.right[prompt]
+            for text, prompt in zip(
+                answers(llama, task, "topk:4", used, window=window), used
+            )
+        ]
+        for window in WINDOWS
+    }
+    assert row["windows"] == {str(window): sum(wrong[window]) for window in WINDOWS}
+    at_any = [any(lost) for lost in zip(*wrong.values())]
+    assert row["losses"] == sum(at_any) > max(map(sum, wrong.values()))
+    assert row["window"] == made["binds"]["window"] == 6
+    assert made["binds"]["windows"] == [1, 2, 6]
+    assert len(made["lost"]) == row["losses"]
+
+
+def test_what_is_certified_for_several_windows_is_decoded_with_each(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    assert certify(llama, task, tmp_path, several_windows())["certified"]
+    rule = f"certified:{tmp_path}"
+    prompts = [task.prompt(i) for i in range(8)]
+    texts = dict[int, list[str]]()
+    for window in WINDOWS:
+        outs = llama.generate_batch(prompts, rule=rule, window=window)
+        texts[window] = [out.text for out in outs]
+        assert texts[window] == answers(llama, task, "topk:2", prompts, window=window)
+    assert len(set(map(tuple, texts.values()))) == 3, "windows must matter"
+    outs = llama.generate_batch(prompts, rule=rule)
+    assert [out.text for out in outs] == texts[6], "the widest by default"
+    with pytest.raises(InputError, match="certified with window 6, not 4"):
+        llama.generate(prompts[0], rule=rule, window=4)
+    page = (tmp_path / "certificate.html").read_text()
+    assert "any of the windows 1, 2, 6" in page
+    assert "during which the window changes" in page
+    found = certified.read_certificate(tmp_path).decoder(tmp_path)
+    assert certified.narrowed(found, {"window": 2}).window == 2
+    with pytest.raises(InputError, match="certified with window 6, not 4"):
+        certified.narrowed(found, {"window": 4})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"options": {"window": 4}}, "window: is one of windows; leave it out"),
+        ({"settings": (("topk:2",),), "rules": ()}, "windows: need rules"),
+    ],
+)
+def test_wrong_windows_are_refused(given: dict, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        several_windows(**given)
+
+
 @pytest.fixture(scope="module")
 def lenient(llama: Pair, task: Echo, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A certified rule that accepts much."""

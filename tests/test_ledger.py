@@ -209,6 +209,30 @@ def test_only_what_contradicts_withdraws(
     assert bool(read_certificate(tmp_path).withdrawn) == withdrawn
 
 
+@pytest.mark.parametrize(
+    ("first", "later", "withdrawn"),
+    [((2, 4, 8), (4,), True), ((2, 4, 8), (5,), False), ((4,), (2, 4), True)],
+)
+def test_a_failure_at_one_of_its_windows_withdraws_a_certificate(
+    first: tuple[int, ...],
+    later: tuple[int, ...],
+    withdrawn: bool,
+    llama: Pair,
+    tmp_path: Path,
+) -> None:
+    def asked(windows: tuple[int, ...], **given: Any) -> CertifyConfig:
+        if len(windows) == 1:
+            return question(options={"window": windows[0]}, **given)
+        return question(options={}, windows=windows, **given)
+
+    lucky = certify(Stub(llama), Rows(3000), tmp_path, asked(first))
+    assert lucky.certified
+    bad = Stub(llama, after(lucky.n, 3))
+    failed = certify(bad, Rows(3000), tmp_path, asked(later, confidence=0.94))
+    assert failed.certified is None and failed.n > lucky.n
+    assert bool(read_certificate(tmp_path).withdrawn) == withdrawn
+
+
 def test_one_ledger_counts_for_all_folders(llama: Pair, tmp_path: Path) -> None:
     """No prompt is used twice, and each question is counted, from whichever folder it is asked."""
     rules, drawn = ("topk:1", "topk:2", "topk:3"), list[str]()

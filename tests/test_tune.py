@@ -17,18 +17,24 @@ from test_certify import Echo
 from lenience import InputError
 from lenience.certification.certify import _Chains
 from lenience.certification.question import CertifyConfig
+from lenience.certification.races import (
+    HEATS,
+    HEATS_OF_ENGINES,
+    Budget,
+    Race,
+    RaceResult,
+    Turns,
+)
 from lenience.certification.speeds import Speeds, Timed
 from lenience.certification.tune import (
-    HEATS,
-    RaceResult,
     TuneConfig,
     _Choice,
     _fast,
     drafters_for,
-    race,
     tune,
 )
 from lenience.cli.tables import gained, print_passed
+from lenience.core.errors import RunError
 from lenience.core.progress import silent
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
@@ -51,10 +57,16 @@ class Clock:
         speed = self.speeds[setting] * self.luck.get((prompt, setting), 1)
         return SimpleNamespace(tokens=[1] * 60, seconds=60 / speed)
 
+    def shifts(self, decoders: list[Decoder]) -> list[list[Decoder]]:
+        return [decoders]
 
-def test_a_race_finds_the_fastest_of_each_group_and_tells_its_speed_in_the_final() -> (
-    None
-):
+    def forget(self) -> None:
+        pass
+
+
+def test_a_race_finds_the_fastest_of_each_group_and_tells_its_speed_in_the_final(
+    tmp_path: Path,
+) -> None:
     groups = [
         [Decoder.of(rule=rule, window=window) for window in (2, 4, 8, 16)]
         for rule in ("exact", "topk:2")
@@ -68,13 +80,117 @@ def test_a_race_finds_the_fastest_of_each_group_and_tells_its_speed_in_the_final
     heats = sum(n for n, _ in HEATS)
     luck = {(prompt, lucky): 5.0 for prompt in prompts[:heats]}
     clock = Clock(speeds, luck)
-    won = race(clock, groups, prompts)  # type: ignore[arg-type]
+    race = Race(clock, tmp_path, "here", prompts)  # type: ignore[arg-type]
+    won = race.run(groups, Budget())
     assert [one.setting for one in won] == [str(group[3]) for group in groups]
     assert [one.tokens_per_second for one in won] == pytest.approx([130, 130])
     finalists = {setting for prompt, setting in clock.asked if prompt == "p11"}
     assert len(finalists) < len(speeds), "slow ones have dropped out"
     turns = [prompt for prompt, _ in clock.asked]
     assert turns == sorted(turns, key=prompts.index), "all take turns on each prompt"
+
+
+class Engines(Clock):
+    """A clock whose windows need engines of their own. It knows the order in which they started."""
+
+    def __init__(self, speeds: dict[str, float]):
+        super().__init__(speeds, {})
+        self.started = list[int]()
+
+    def shifts(self, decoders: list[Decoder]) -> list[list[Decoder]]:
+        windows = sorted({int(decoder.window) for decoder in decoders})
+        return [[d for d in decoders if d.window == window] for window in windows]
+
+    def generate(self, prompt: str, decoder: Decoder) -> SimpleNamespace:
+        if self.started[-1:] != [decoder.window]:
+            self.started.append(int(decoder.window))
+        return super().generate(prompt, decoder)
+
+
+GROUPS = [[Decoder.of(rule="exact", window=0)]] + [
+    [Decoder.of(rule=rule, window=window) for window in (2, 4, 8, 16)]
+    for rule in ("exact", "topk:2")
+]
+SPEEDS = {str(d): 100.0 - abs(8 - int(d.window)) for group in GROUPS for d in group}
+
+
+def test_each_engine_starts_once_a_heat_and_serves_all_its_settings(
+    tmp_path: Path,
+) -> None:
+    engines = Engines(SPEEDS)
+    race = Race(engines, tmp_path, "here", [f"p{i}" for i in range(12)])  # type: ignore[arg-type]
+    won = race.run(GROUPS, Budget())
+    assert [Decoder.parse(one.setting).window for one in won] == [0, 8, 8]
+    assert engines.started == [0, 2, 4, 8, 16, 0, 8]
+    heat, _ = HEATS_OF_ENGINES[0]
+    asked = [prompt for prompt, setting in engines.asked if "window=2" in setting]
+    assert asked == [f"p{i}" for i in range(heat) for _ in ("exact", "topk:2")]
+    engines.asked.clear()
+    assert race.run(GROUPS, Budget()) == won and not engines.asked, "timed once"
+
+
+def test_a_race_that_was_cut_goes_on_with_the_next_engine(tmp_path: Path) -> None:
+    class Dies(Engines):
+        def generate(self, prompt: str, decoder: Decoder) -> SimpleNamespace:
+            if decoder.window == 8:
+                raise KeyboardInterrupt
+            return super().generate(prompt, decoder)
+
+    prompts = [f"p{i}" for i in range(12)]
+    with pytest.raises(KeyboardInterrupt):
+        Race(Dies(SPEEDS), tmp_path, "here", prompts).run(GROUPS, Budget())  # type: ignore[arg-type]
+    engines = Engines(SPEEDS)
+    Race(engines, tmp_path, "here", prompts).run(GROUPS, Budget())  # type: ignore[arg-type]
+    assert engines.started == [8, 16, 0, 8]
+
+
+def test_no_engine_starts_for_which_no_minutes_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine takes 60 s here; windows 2 and 4 fit into three minutes, 8 into none."""
+    now = 0.0
+    monkeypatch.setattr("lenience.certification.races.time.monotonic", lambda: now)
+
+    class Slow(Engines):
+        def generate(self, prompt: str, decoder: Decoder) -> SimpleNamespace:
+            nonlocal now
+            now += 60 if self.started[-1:] != [decoder.window] else 0
+            return super().generate(prompt, decoder)
+
+    engines = Slow(SPEEDS)
+    budget = Budget(3)
+    prompts = [f"p{i}" for i in range(12)]
+    won = Race(engines, tmp_path, "here", prompts).run(GROUPS, budget)  # type: ignore[arg-type]
+    assert engines.started == [0, 2, 4, 0, 4]
+    assert {d.window for d in budget.late} == {8, 16} and len(budget.late) == 4
+    assert [Decoder.parse(one.setting).window for one in won] == [0, 4, 4]
+
+
+def test_a_group_without_minutes_is_named(tmp_path: Path) -> None:
+    groups = [*GROUPS, [Decoder.of(rule="topk:3", window=32)]]
+    speeds = {**SPEEDS, str(groups[-1][0]): 1.0}
+    race = Race(Engines(speeds), tmp_path, "here", ["p"] * 12)  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="--minutes 1e-09: were used up before topk:3"):
+        race.run(groups, Budget(1e-9))
+
+
+def test_engines_run_there_and_back(tmp_path: Path) -> None:
+    """So that a machine that slows down steadily slows all alike."""
+
+    class Slowing(Engines):
+        def generate(self, prompt: str, decoder: Decoder) -> SimpleNamespace:
+            out = super().generate(prompt, decoder)
+            return SimpleNamespace(tokens=out.tokens, seconds=1 + len(self.asked) / 100)
+
+    settings = [Decoder.of(window=window) for window in (2, 4, 8)]
+    engines = Slowing(dict.fromkeys(map(str, settings), 1.0))
+    turns = Turns(engines, tmp_path / "told", "here", [f"p{i}" for i in range(8)])  # type: ignore[arg-type]
+    timed = turns.take(settings, "timing")
+    assert engines.started == [2, 4, 8, 4, 2]
+    speeds = [timed[setting].tokens_per_second for setting in settings]
+    assert speeds == pytest.approx([speeds[0]] * 3)
+    assert all(len(one.tokens) == 8 for one in timed.values())
+    assert turns.known(settings) == list(timed.values())
 
 
 def test_what_is_clearly_slower_than_a_stricter_setting_is_left_out() -> None:
@@ -360,7 +476,7 @@ def test_what_passed_is_chosen_from_by_further_prompts(
     """The speeds of strict decoding and of judges are known, in the race and after it."""
     turns = dict[str, list[str]]()
 
-    def known(pair, settings, prompts, phase, progress):
+    def known(pair, settings, prompts, phase, progress, batch_size):
         turns[phase] = list(prompts)
         speeds = anew if phase == "timing what passed" else race
         timed = dict[Decoder, Timed]()
@@ -372,7 +488,7 @@ def test_what_passed_is_chosen_from_by_further_prompts(
             )
         return timed
 
-    monkeypatch.setattr("lenience.certification.tune.take_turns", known)
+    monkeypatch.setattr("lenience.certification.races.take_turns", known)
     made = tune(llama, task, run, config(run))
     certified, speeds = made.certificate.certified, made.speeds
     assert certified is not None and speeds is not None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,10 @@ class Calibration:
         self._answers = Answers(self.pair, self.task, self.folder / "answers.jsonl")
         self.labels = Labels(self.task, self.config.labels)
         self._stricter = {
-            now: before for chain in self.chains() for before, now in pairwise(chain)
+            replace(now, window=window): replace(before, window=window)
+            for settings in self.chains()
+            for before, now in pairwise(settings)
+            for window in self.config.windows or (now.window,)
         }
         """Next stricter setting of each setting, whose answers may be the same."""
 
@@ -154,7 +158,20 @@ class Calibration:
 
     def losses(self, decoder: Decoder, n: int, phase: str = "") -> NDArray:
         """Return the losses [n] in [0, 1] of a setting against the target alone; 0 if a label is
-        missing. With several draws a prompt's loss is the mean over its draws."""
+        missing. With several draws a prompt's loss is the mean over its draws, and with several
+        windows the largest over its windows."""
+        at_windows = [
+            self._losses_at(window, n, phase) for window in self.at_windows(decoder)
+        ]
+        return np.max(at_windows, 0)
+
+    def at_windows(self, decoder: Decoder) -> list[Decoder]:
+        """Return a setting at each of the question's windows, the widest first."""
+        windows = self.config.windows[::-1] or (decoder.window,)
+        return [replace(decoder, window=window) for window in windows]
+
+    def _losses_at(self, decoder: Decoder, n: int, phase: str = "") -> NDArray:
+        """Return the losses [n] of a setting at its window."""
         return np.mean([self._losses_of(d, n, phase) for d in self._draws(decoder)], 0)
 
     def _draws(self, decoder: Decoder) -> list[Decoder]:
@@ -271,18 +288,21 @@ class Calibration:
         """Return the outcome of a setting's test. Losses and bounds of the net loss are mapped back
         to [−1, 1]."""
         losses = self.losses(decoder, tried.n)
-        net = self.config.loss == "net"
         lenient = self.answers(decoder, tried.n)
         bound = self.test.bound(losses)
-        lost = (2 * losses - 1).sum() if net else losses.sum()
         return TriedSetting(
             rule=str(decoder.rule),
             window=int(decoder.window),
+            windows={
+                int(at.window): self._sum(self._losses_at(at, tried.n))
+                for at in self.at_windows(decoder)
+                if self.config.windows
+            },
             options=decoder.differing(self.decoder),
             n=tried.n,
-            losses=round(float(lost), 9),
+            losses=self._sum(losses),
             paired=self._paired(decoder, tried.n),
-            upper_bound=2 * bound - 1 if net else bound,
+            upper_bound=2 * bound - 1 if self.config.loss == "net" else bound,
             passed=tried.passed,
             hopeless=tried.futile,
             tokens_per_pass=tokens_per_pass(lenient),
@@ -291,13 +311,22 @@ class Calibration:
             tokens_per_second=self.config.speeds.get(str(decoder)),
         )
 
+    def _sum(self, losses: NDArray) -> float:
+        """Return the sum of losses; net losses are mapped back to [−1, 1]."""
+        net = self.config.loss == "net"
+        return round(float((2 * losses - 1 if net else losses).sum()), 9)
+
     def _paired(self, decoder: Decoder, n: int) -> float | None:
         """Return the number of the first n prompts on which the target is right and the setting
         wrong, as a mean over draws; None if the loss needs no references."""
         if not self.config.needs_references:
             return None
-        lost = [self._losses_of(draw, n) == 1 for draw in self._draws(decoder)]
-        return int(lost[0].sum()) if len(lost) == 1 else float(np.mean(lost, 0).sum())
+        at_windows = [
+            np.mean([self._losses_of(draw, n) == 1 for draw in self._draws(at)], 0)
+            for at in self.at_windows(decoder)
+        ]
+        lost = np.max(at_windows, 0).sum()
+        return int(lost) if self.config.draws == 1 else float(lost)
 
     def decoding_of(self, row: TriedSetting) -> Decoder:
         """Return the decoder of a tested setting."""
@@ -305,9 +334,11 @@ class Calibration:
 
     def binds(self, decoder: Decoder, n: int) -> dict[str, Any]:
         """Return the facts that a certificate of a setting on the first n prompts binds."""
+        windows = self.config.windows
         return {
             **self.pair.binding(decoder),
             **decoder.bound(),
+            **({"windows": list(windows)} if windows else {}),
             "task": self.task.name,
             "reads": self.task.reads,
             "data": data_hash(self.prompts.first(n)),
@@ -317,7 +348,9 @@ class Calibration:
         """Return the prompts on which quality was lost, with both answers of the first draw that
         lost it."""
         lost: dict[str, LostSample] = {}
-        for draw in self._draws(decoder):
+        for draw in itertools.chain.from_iterable(
+            map(self._draws, self.at_windows(decoder))
+        ):
             losses = self._losses_of(draw, n).tolist()
             lenient = self.answers(draw, n)
             rows = zip(self.prompts.rows, losses, self.beside(draw, lenient), lenient)

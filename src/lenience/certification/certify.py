@@ -58,6 +58,9 @@ PROMISES_NOT = (
     "that an answer which is right is worded as the target would have worded it",
 )
 
+MIXED = "an answer during which the window changes: each window decoded whole answers"
+"""What a certificate for several windows does not promise."""
+
 
 class PlannedSetting(Record):
     """The estimated cost of certifying a setting; None if that takes more than the horizon."""
@@ -206,7 +209,7 @@ def _certificate(
         drawn=_drawn(on, folder),
         procedure=_procedure(on),
         binds=on.binds(setting, shown.n),
-        promises_not=PROMISES_NOT,
+        promises_not=(*PROMISES_NOT, *([MIXED] if config.windows else [])),
         tried=tuple(itertools.chain.from_iterable(outcome.tried)),
         lost=tuple(on.lost_samples(setting, shown.n)),
         gained=tuple(on.gained_samples(setting, shown.n)),
@@ -284,9 +287,11 @@ def _procedure(on: Calibration) -> str:
     several = f", shared by {chains} rules" if chains > 1 else ""
     error = 1 - config.confidence
     number = on.attempt.number
+    windows = ", ".join(map(str, config.windows))
+    largest = f"Each prompt counts with its largest loss over windows {windows}. "
     return (
-        "Learn-then-Test: settings tested from strict to lenient until one fails, each "
-        "by "
+        f"{largest if windows else ''}Learn-then-Test: settings tested from strict to "
+        "lenient until one fails, each by "
         f"{test.said} on growing numbers of fresh prompts, so that any setting that "
         "passed loses "
         "more than max_drop with a chance of at most "
@@ -356,9 +361,16 @@ def _planned(
     decoded = dict[tuple[str, str], Answer]()
     for setting in settings:
         rule = str(setting.rule)
-        lenient = on.answers(setting, pilot, rule)
-        losses = on.losses(setting, pilot)
-        needed = [*lenient, *filter(None, on.beside(setting, lenient))]
+        losses = on.losses(setting, pilot, rule)
+        lenient = on.answers(setting, pilot)
+        needed = [
+            answer
+            for at in on.at_windows(setting)
+            for answer in itertools.chain(
+                on.answers(at, pilot), on.beside(at, on.answers(at, pilot))
+            )
+            if answer
+        ]
         decoded |= {(answer.setting, answer.id): answer for answer in needed}
         n = config.sample_size(losses, on.attempt.share, config.max_drop / 4)
         each = config.draws / pilot

@@ -74,6 +74,9 @@ class CertifyConfig:
     allow_weak_target: bool = False
     """True to certify although the target is right so seldom that any decoder loses little. Not
     part of the question."""
+    windows: tuple[int, ...] = ()
+    """Windows among which an engine may choose for each answer. A prompt's loss is then the largest
+    over these windows, so the bound holds for any choice. Default: the window of the options."""
     draws: int = 1
     """Number of sampled answers per prompt. The prompt stays the unit: its loss is the mean over
     its draws."""
@@ -118,6 +121,8 @@ class CertifyConfig:
             mend = f"with --loss {self.loss} or several draws use betting"
             raise InputError(f"procedure binomial: needs losses of 0 or 1; {mend}")
         object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)))
+        if self.windows:
+            self._take_widest()
         if not (self.rules or self.settings) or any(
             rule in BASELINES for rule in self.rules
         ):
@@ -126,6 +131,21 @@ class CertifyConfig:
             )
         if "rule" in self.options:
             raise InputError("options: give rule in rules, not in options")
+
+    def _take_widest(self) -> None:
+        """Sort the windows, and let the widest stand for them in settings."""
+        windows = tuple(sorted(set(self.windows)))
+        if "window" in self.options:
+            raise InputError("window: is one of windows; leave it out")
+        if self.settings:
+            raise InputError(
+                "windows: need rules, as settings have windows of their own"
+            )
+        if windows[0] < 1:
+            raise InputError(f"windows {windows[0]}: must be 1 or more")
+        object.__setattr__(self, "windows", windows)
+        widest = {**self.options, "window": windows[-1]}
+        object.__setattr__(self, "options", widest)
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -166,6 +186,7 @@ class CertifyConfig:
             "thresholds": list(self.thresholds),
             **({} if self.horizon is None else {"horizon": self.horizon}),
             **({} if self.draws == 1 else {"draws": self.draws}),
+            **({"windows": list(self.windows)} if self.windows else {}),
             "ids": list(self.ids),
             "split": self.split,
             **{

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -38,7 +39,7 @@ class Times(NamedTuple):
 
 
 class Timed(Record):
-    """The timings of a decoder on some prompts."""
+    """The timings of a decoder on some prompts, or batches of prompts."""
 
     setting: str
     """Decoder as text, see `Decoder.parse`."""
@@ -48,6 +49,14 @@ class Timed(Record):
     @property
     def tokens_per_second(self) -> float:
         return sum(self.tokens) / sum(self.seconds)
+
+    def joined(self, other: Timed) -> Timed:
+        """Return the timings followed by those of the same decoder on further prompts."""
+        return Timed(
+            setting=self.setting,
+            tokens=self.tokens + other.tokens,
+            seconds=self.seconds + other.seconds,
+        )
 
     def times(self, other: Timed) -> Times:
         """Return the speed as a multiple of another decoder's on the same prompts.
@@ -90,12 +99,8 @@ class Speeds(Record):
     passed: list[Timed]
     """Settings that passed and may be the fastest, timed on the prompts of that choice. Empty if
     only one remained, or the choice was made on another machine."""
-
-
-def warm_up(pair: Pair, settings: Iterable[Decoder], prompt: str | Messages) -> None:
-    """Decode a few tokens with each decoder, so that no timing includes a first pass."""
-    for setting in settings:
-        pair.generate(prompt, replace(setting, max_new_tokens=WARM_UP))
+    batch_size: int = 1
+    """Number of prompts that were decoded together in each turn."""
 
 
 def take_turns(
@@ -104,19 +109,43 @@ def take_turns(
     prompts: Sequence[str | Messages],
     phase: str,
     progress: Progress = silent,
+    *,
+    batch_size: int = 1,
 ) -> dict[Decoder, Timed]:
-    """Time decoders that take turns on each prompt, so that changes of the machine's speed affect
-    all alike. Return the timings by decoder."""
+    """Time decoders that take turns on each prompt, or on each `batch_size` prompts together, so
+    that changes of the machine's speed affect all alike. Return the timings by decoder, one for
+    each turn. Each decoder first decodes a few tokens, so that no timing includes a first pass."""
     settings = list(dict.fromkeys(settings))
     timed = {
         setting: Timed(setting=str(setting), tokens=[], seconds=[])
         for setting in settings
     }
-    total = len(prompts) * len(settings)
-    for turn, (prompt, setting) in enumerate(product(prompts, settings)):
+    for setting in settings:
+        progress(phase, 0, 0)
+        pair.generate(prompts[0], replace(setting, max_new_tokens=WARM_UP))
+    batches = [
+        prompts[first : first + batch_size]
+        for first in range(0, len(prompts) - batch_size + 1, batch_size)
+    ]
+    total = len(batches) * len(settings)
+    for turn, (batch, setting) in enumerate(product(batches, settings)):
         progress(phase, turn, total)
-        out = pair.generate(prompt, setting)
-        timed[setting].tokens.append(len(out.tokens))
-        timed[setting].seconds.append(out.seconds)
+        pair.forget()
+        tokens, seconds = _timed(pair, batch, setting)
+        timed[setting].tokens.append(tokens)
+        timed[setting].seconds.append(seconds)
     progress(phase, total, total)
     return timed
+
+
+def _timed(
+    pair: Pair, batch: Sequence[str | Messages], setting: Decoder
+) -> tuple[int, float]:
+    """Return the number of new tokens of a batch, and the seconds."""
+    if len(batch) == 1:
+        out = pair.generate(batch[0], setting)
+        return len(out.tokens), out.seconds
+    began = time.perf_counter()
+    outs = pair.generate_batch(batch, setting, batch_size=len(batch))
+    seconds = time.perf_counter() - began
+    return sum(len(out.tokens) for out in outs), seconds

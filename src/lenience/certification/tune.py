@@ -19,7 +19,8 @@ from pydantic import Field
 from lenience.certification.calibration import check_question, warn_of_too_few
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
-from lenience.certification.speeds import Speeds, Timed, TimedTurns, take_turns, warm_up
+from lenience.certification.races import Budget, Race, RaceResult, Turns, heats_of
+from lenience.certification.speeds import Speeds, Timed
 from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json, write_json
 from lenience.core.progress import Progress, silent
@@ -46,9 +47,8 @@ from lenience.tasks.base import Messages
 FORMAT = 5
 """Format version of saved races; races of other versions run again."""
 WINDOWS = (2, 4, 8, 16, 32)
-HEATS = ((1, 0.5), (1, 0.6), (4, 0.3))
-"""Number of prompts of each heat, and the share of each group that stays after it. The first heats
-are short, as some settings are many times slower than others."""
+PROMPTS = 80
+"""Default number of prompts of tuning."""
 LEAST_PROMPTS = 16
 """Minimum number of prompts for the heats, the final, the choice and its measurement."""
 SLOWER = 0.85
@@ -74,9 +74,14 @@ class TuneConfig:
     stops: tuple[str, ...] = ("fixed",)
     drafters: tuple[str, ...] = ()
     """Drafters that race. Default: GRID, and the drafters trained in the run folder."""
-    prompts: int = 80
+    prompts: int | None = None
     """Number of prompts for the races, for the choice among settings that passed, and for its
-    timing."""
+    timing. Default: 80, or 16 for each prompt of a batch if those are more."""
+    batch_size: int = 1
+    """Number of prompts that are decoded together while decoders are timed."""
+    minutes: float = math.inf
+    """Minutes of the first heat after which no further engine starts, if settings need engines of
+    their own."""
 
     def __post_init__(self) -> None:
         for name in ("windows", "stops"):
@@ -91,19 +96,32 @@ class TuneConfig:
             raise InputError(
                 "temperature: tune is for greedy decoding; leave temperature out"
             )
-        if self.prompts < LEAST_PROMPTS:
-            raise InputError(f"prompts {self.prompts}: must be {LEAST_PROMPTS} or more")
+        if self.batch_size < 1:
+            raise InputError(f"batch_size {self.batch_size}: must be 1 or more")
+        if not self.minutes > 0:
+            raise InputError(f"minutes {self.minutes:g}: must be above 0")
+        if self.num_prompts < self.least_prompts:
+            batches = (
+                f" with batches of {self.batch_size}" if self.batch_size > 1 else ""
+            )
+            raise InputError(
+                f"prompts {self.prompts}: must be {self.least_prompts} or more{batches}"
+            )
         for window in self.windows:
             if Decoder.of(window=window).window in (0, "auto"):
                 raise InputError(f"window {window}: must be 1 or more")
 
+    @property
+    def least_prompts(self) -> int:
+        """Return the minimum number of prompts."""
+        return LEAST_PROMPTS * self.batch_size
 
-class RaceResult(Record):
-    """The winner of a group's final."""
-
-    setting: str
-    """Decoder as text, see `Decoder.parse`."""
-    tokens_per_second: float
+    @property
+    def num_prompts(self) -> int:
+        """Return the number of prompts to draw."""
+        if self.prompts is None:
+            return max(PROMPTS, self.least_prompts)
+        return self.prompts
 
 
 class Races(Record):
@@ -118,6 +136,14 @@ class Races(Record):
     """Settings of each rule from strict to lenient, each in its fastest form."""
     refused: list[str] = Field(default_factory=list)
     """Reasons why drafters trained in the run folder did not race."""
+    late: list[str] = Field(default_factory=list)
+    """Decoders that did not race, as the minutes were used up."""
+    minutes: float | None = None
+    """Minutes that were given; None without a limit."""
+
+    def is_short_of(self, minutes: float) -> bool:
+        """Return True if further decoders would race in this number of minutes."""
+        return bool(self.late) and minutes > (self.minutes or math.inf)
 
 
 @dataclass(frozen=True)
@@ -151,7 +177,7 @@ def tune(
     task = task_for(pair, task, progress)
     question = config.question
     contest = _contest(pair, task, folder, config)
-    races = _races(pair, contest, progress)
+    races = _races(contest, progress)
     lossless = max(races.alone, races.strict, key=lambda raced: raced.tokens_per_second)
     chains = [_fast(lossless, raced) for raced in races.lenient]
     chains[0].insert(0, lossless)
@@ -161,9 +187,7 @@ def tune(
             step.setting: step.tokens_per_second for chain in chains for step in chain
         },
         lossless=lossless.setting,
-        turns=_Turns(
-            pair, contest.place / "choosing", races.machine, contest.prompts_to_choose
-        ),
+        turns=contest.turns("choosing", contest.prompts_to_choose, races.machine),
         progress=progress,
     )
     asked = replace(
@@ -175,9 +199,7 @@ def tune(
     shared = for_task(question.decoder, question.options, task)
     passed = [row.decoder(shared) for row in certificate.tried if row.passed]
     certified = certificate.decoder(folder)
-    turns = _Turns(
-        pair, contest.place / "telling", races.machine, contest.prompts_to_tell
-    )
+    turns = contest.turns("telling", contest.prompts_to_tell, races.machine)
     known = choice.turns.known(choice.perhaps_fastest(passed)) or []
     return Tuned(races, certificate, _told(races, certified, known, turns, progress))
 
@@ -186,7 +208,7 @@ def _told(
     races: Races,
     certified: Decoder,
     passed: list[Timed],
-    turns: _Turns,
+    turns: Turns,
     progress: Progress,
 ) -> Speeds:
     """Return the speed of the certified setting compared with lossless decoding; `passed` are the
@@ -200,6 +222,7 @@ def _told(
         strict=timed[strict],
         alone=timed[alone],
         passed=passed,
+        batch_size=turns.batch_size,
     )
 
 
@@ -222,6 +245,7 @@ def _fast(lossless: RaceResult, chain: Iterable[RaceResult]) -> list[RaceResult]
 class _Contest:
     """The contestants and the prompts of a race."""
 
+    pair: Pair
     groups: list[list[Decoder]]
     """The target alone, strict decoding, and each setting of each chain, all but the first at every
     window, stop and drafter."""
@@ -231,23 +255,36 @@ class _Contest:
     place: Path
     """Folder of the results."""
 
+    config: TuneConfig
+    heats: int
+    """Number of turns of all heats."""
+
     @property
     def prompts_to_race(self) -> list[str | Messages]:
         """Return the prompts for the race: those of the heats and a quarter of the others, because
         many settings run on them."""
-        heats = sum(n for n, _ in HEATS)
-        return self.prompts[: heats + (len(self.prompts) - heats) // 4]
+        turns = len(self.prompts) // self.config.batch_size
+        raced = self.heats + (turns - self.heats) // 4
+        return self.prompts[: raced * self.config.batch_size]
 
     @property
     def prompts_to_choose(self) -> list[str | Messages]:
         """Return half of the prompts that are left after the race."""
         raced = len(self.prompts_to_race)
-        return self.prompts[raced : (raced + len(self.prompts)) // 2]
+        turns = (len(self.prompts) - raced) // self.config.batch_size
+        return self.prompts[raced : raced + turns // 2 * self.config.batch_size]
 
     @property
     def prompts_to_tell(self) -> list[str | Messages]:
         """Return the remaining prompts."""
         return self.prompts[len(self.prompts_to_race) + len(self.prompts_to_choose) :]
+
+    def turns(
+        self, name: str, prompts: Sequence[str | Messages], machine: str
+    ) -> Turns:
+        """Return timings that are kept under a name."""
+        place = self.place / name
+        return Turns(self.pair, place, machine, prompts, self.config.batch_size)
 
 
 def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Contest:
@@ -261,6 +298,8 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
     strict = shared.with_options({"rule": "exact"})
     drafters = list(config.drafters)
     refused = list[str]()
+    for drafter in drafters:
+        pair.check(strict.with_options({"drafter": drafter}))
     if not drafters:
         fitted, refused = fitted_drafters(pair, folder, strict)
         drafters = [*GRID, *fitted]
@@ -269,63 +308,43 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
         groups.append(group_of(pair, config, raced, drafters_for(raced.rule, drafters)))
     samples, place = _prompts(pair, task, folder, config, groups)
     return _Contest(
-        groups, chains, refused, [sample.prompt for sample in samples], place
+        pair,
+        groups,
+        chains,
+        refused,
+        prompts=[sample.prompt for sample in samples],
+        place=place,
+        config=config,
+        heats=sum(turns for turns, _ in heats_of(pair, groups)),
     )
 
 
-def _races(pair: Pair, contest: _Contest, progress: Progress) -> Races:
-    """Return the races: saved ones of this machine, or new ones."""
+def _races(contest: _Contest, progress: Progress) -> Races:
+    """Return the races: saved ones of this machine, or new ones. Decoders for which no minutes were
+    left race if more are given."""
+    config = contest.config
     path = contest.place / "races.json"
+    here = machine(contest.pair)
     if path.exists():
         before = Races.read(read_json(path), str(path))
-        if before.machine == machine(pair):
+        if before.machine == here and not before.is_short_of(config.minutes):
             return before
-    won = iter(race(pair, contest.groups, contest.prompts_to_race, progress))
+    race = Race(
+        contest.pair, contest.place, here, contest.prompts_to_race, config.batch_size
+    )
+    budget = Budget(config.minutes)
+    won = iter(race.run(contest.groups, budget, progress))
     races = Races(
-        machine=machine(pair),
+        machine=here,
         alone=next(won),
         strict=next(won),
         lenient=[[next(won) for _ in chain] for chain in contest.chains],
         refused=contest.refused,
+        late=[str(decoder.without_paths()) for decoder in budget.late],
+        minutes=None if math.isinf(config.minutes) else config.minutes,
     )
     write_json(path, races.to_json())
     return races
-
-
-@dataclass(frozen=True)
-class _Turns:
-    """Timings of decoders that take turns on some prompts, saved for this machine."""
-
-    pair: Pair
-    path: Path
-    """File name, without the part that identifies a set of decoders."""
-    machine: str
-    prompts: list[str | Messages]
-
-    def take(
-        self, settings: Iterable[Decoder], phase: str, progress: Progress
-    ) -> dict[Decoder, Timed]:
-        """Return the timings of decoders, saved or measured now."""
-        settings = list(dict.fromkeys(settings))
-        timed = self.known(settings)
-        if timed is None:
-            warm_up(self.pair, settings, self.prompts[0])
-            taken = take_turns(self.pair, settings, self.prompts, phase, progress)
-            timed = list(taken.values())
-            turns = TimedTurns(machine=self.machine, timed=timed)
-            write_json(self._path(settings), turns.to_json())
-        return dict(zip(settings, timed))
-
-    def known(self, settings: Sequence[Decoder]) -> list[Timed] | None:
-        """Return the saved timings; None if the decoders have not taken turns on this machine."""
-        path = self._path(settings)
-        turns = TimedTurns.read(read_json(path), str(path)) if path.exists() else None
-        return turns.timed if turns and turns.machine == self.machine else None
-
-    def _path(self, settings: Sequence[Decoder]) -> Path:
-        return self.path.with_name(
-            f"{self.path.name}-{digest([*map(str, settings)])}.json"
-        )
 
 
 @dataclass(frozen=True)
@@ -335,7 +354,7 @@ class _Choice:
     raced: Mapping[str, float]
     """Tokens per second of each setting in the race."""
     lossless: str
-    turns: _Turns
+    turns: Turns
     progress: Progress
 
     def fastest(self, passed: Iterable[Decoder]) -> Decoder:
@@ -448,71 +467,25 @@ def _prompts(
         asked,
         prints,
         pair.fingerprints,
-        config.prompts,
+        config.num_prompts,
         question.split,
         task.known_as,
     ]
+    if config.batch_size > 1:
+        parts.append(config.batch_size)
     key = digest([FORMAT, *parts])
     fitted = (*heads.values(), *aligned(pair.draft))
-    draw = Draw(key, config.prompts, "tuning", split=question.split, heads=fitted)
+    draw = Draw(key, config.num_prompts, "tuning", split=question.split, heads=fitted)
     ledger = Ledger(folder, pair.fingerprints, question.home)
     with ledger.held():
         samples = ledger.rows(pair.target, task, draw)
-        if len(samples) < LEAST_PROMPTS:
+        if len(samples) < config.least_prompts:
             raise InputError(
                 f"task {task.name!r}: {len(samples)} of the prompts of its split "
-                f"{question.split!r} are unused, and a race needs {LEAST_PROMPTS}; "
+                f"{question.split!r} are unused, and a race needs {config.least_prompts}; "
                 "name another "
                 "--split"
             )
         check_prompts(pair, task, samples)
         ledger.note(pair.target, samples, use="tuning", key=key, task=task)
     return samples, folder / "tuning" / key
-
-
-def race(
-    pair: Pair,
-    groups: Sequence[Sequence[Decoder]],
-    prompts: Sequence[str | Messages],
-    progress: Progress = silent,
-) -> list[RaceResult]:
-    """Return the fastest setting of each group, decoding one prompt at a time on this machine.
-
-    In heats on a few prompts the slower settings of each group drop out. The rest run on all other
-    prompts, and only these timings are reported: settings that survive a heat by luck look too fast
-    in it. All take turns on each prompt, so that changes of the machine's speed affect all alike.
-    """
-    left = list(map(list, groups))
-    first = 0
-    warm_up(pair, itertools.chain.from_iterable(left), prompts[0])
-    for heat, (n, share) in enumerate(HEATS, 1):
-        speeds = _speeds(
-            pair, left, prompts[first : first + n], f"racing, heat {heat}", progress
-        )
-        left = [_best(group, speeds, math.ceil(share * len(group))) for group in left]
-        first += n
-    speeds = _speeds(pair, left, prompts[first:], "racing, final", progress)
-    won = [_best(group, speeds, 1)[0] for group in left]
-    return [
-        RaceResult(setting=str(setting), tokens_per_second=speeds[setting])
-        for setting in won
-    ]
-
-
-def _best(
-    group: Sequence[Decoder], speeds: dict[Decoder, float], n: int
-) -> list[Decoder]:
-    return sorted(group, key=lambda setting: -speeds[setting])[:n]
-
-
-def _speeds(
-    pair: Pair,
-    groups: Iterable[Iterable[Decoder]],
-    prompts: Sequence[str | Messages],
-    phase: str,
-    progress: Progress,
-) -> dict[Decoder, float]:
-    """Return the tokens per second of every setting."""
-    settings = itertools.chain.from_iterable(groups)
-    timed = take_turns(pair, settings, prompts, phase, progress)
-    return {setting: timed[setting].tokens_per_second for setting in timed}

@@ -18,10 +18,19 @@ def account(on: Calibration, folder: Path, certificate: Certificate) -> None:
     contradict."""
     with on.ledger.held():
         if certificate.certified:
-            on.ledger.keep(_outcome(on, folder, certificate, certificate.certified))
+            for at in _at_each_window(certificate.certified):
+                on.ledger.keep(_outcome(on, folder, certificate, at))
         for row in certificate.tried:
-            if not row.passed:
-                _withdraw(on, row, _outcome(on, folder, certificate, row))
+            for at in _at_each_window(row) if not row.passed else ():
+                _withdraw(on, at, _outcome(on, folder, certificate, at))
+
+
+def _at_each_window(row: TriedSetting) -> list[TriedSetting]:
+    """Return the outcome of a setting at each of its windows."""
+    return [
+        row.model_copy(update={"window": window, "losses": lost})
+        for window, lost in (row.windows or {row.window: row.losses}).items()
+    ]
 
 
 def _withdraw(on: Calibration, row: TriedSetting, now: Outcome) -> None:

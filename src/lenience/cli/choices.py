@@ -138,8 +138,7 @@ class Models:
         if self.engine == "vllm":
             raise InputError(
                 f"--engine vllm: {command} runs in our own loop; generate, mine, "
-                "compare, "
-                "certify and audit run in vLLM"
+                "compare, certify, tune and audit run in vLLM"
             )
 
     def _in_vllm(self, pair: Pair) -> Pair:

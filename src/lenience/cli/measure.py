@@ -243,7 +243,8 @@ def tune(
 ) -> None:
     """Find and certify the fastest setting on this machine whose loss is at most --max-drop.
     Thresholds, windows, stop conditions and drafters race on fresh prompts; strict decoding takes
-    part. Use the result with --rule certified:RUN.
+    part. Use the result with --rule certified:RUN. With --engine vllm, each window and drafter
+    starts an engine.
 
     Parameters
     ----------
@@ -252,11 +253,10 @@ def tune(
     """
     flags = flags or TuneFlags()
     check_limit(flags.limit)
-    config = flags.config(run)
+    models = models_of(run, models)
+    config = flags.config(run, in_vllm=models.engine == "vllm")
     choice = choice_of(run, choice or TaskChoice())
     task = choice.load()
-    models = models_of(run, models)
-    models.refuse_vllm("tune")
     answers = config.question.num_prompts()
     pair = models.load(2 * answers * expected_tokens(config.question.options, task))
     with fitting(pair, task, choice) as fits:

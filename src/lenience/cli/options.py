@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Mapping
@@ -152,6 +153,8 @@ def located(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
+MINUTES = 30.0
+"""Default of tune --minutes."""
 BESIDE = ("plan", "workers", "ray")
 """Flags that set how mining runs, not what is mined."""
 
@@ -285,6 +288,7 @@ class QuestionFlags:
 
     def __post_init__(self) -> None:
         self._chains: tuple[tuple[str, ...], ...] = ()
+        self._windows: tuple[int, ...] = ()
 
     def ask_about(self, settings: tuple[str, ...], each: bool) -> None:
         """Test servers, given by their settings: in one chain or, with `each`, separately."""
@@ -310,6 +314,7 @@ class QuestionFlags:
             options=options,
             limit=self.limit,
             horizon=self.horizon,
+            windows=self._windows,
             draws=self.draws,
             command=" ".join(map(quote, ["lenience", *sys.argv[1:]])),
             labels=self.ask_labels,
@@ -329,6 +334,9 @@ class CertifyFlags(QuestionFlags):
     nothing."""
     pilot: int = 40
     """Number of prompts in the pilot; they cannot be used again."""
+    windows: tuple[int, ...] = ()
+    """Windows among which the engine may choose for each answer; a loss at any of them counts.
+    Default: only --window."""
     each: Flag = False
     """Test every candidate server on its own, with a shared error budget. Default: in the order
     given, up to the first that does not pass."""
@@ -345,6 +353,7 @@ class CertifyFlags(QuestionFlags):
             raise InputError(f"--pilot {self.pilot}: must be 1 or more")
         if self.servers.named:
             self.ask_about(self.servers.settings(), self.each)
+        self._windows = self.windows
         return self.question(run, options)
 
 
@@ -359,21 +368,32 @@ class TuneFlags(QuestionFlags):
     drafter: tuple[str, ...] = ()
     """Drafters to race. Default: every drafter that needs no training, and those trained in the
     run."""
-    prompts: int = 80
-    """Number of prompts for the races and for timing the settings that pass; they are used up."""
+    prompts: int | None = None
+    """Number of prompts for the races and for timing the settings that pass; they are used up.
+    Default: 80, or 16 times --batch-size if that is more."""
+    batch_size: int = 1
+    """Number of prompts that are decoded together while settings are timed."""
+    minutes: float | None = None
+    """Minutes after which no further engine of vLLM starts to race; each window and drafter needs
+    an engine of its own. Default: 30. Only with --engine vllm."""
     max_new_tokens: int | None = None
     """Maximum number of new tokens in an answer. Default: the task's own limit."""
 
-    def config(self, run: Path) -> TuneConfig:
+    def config(self, run: Path, *, in_vllm: bool) -> TuneConfig:
         """Return the settings of tuning. Raises InputError for wrong flags, before models are
         loaded."""
+        if in_vllm and self.stop:
+            raise InputError("--stop: vLLM drafts whole windows; leave it out")
+        if not in_vllm and self.minutes is not None:
+            raise InputError("--minutes: limits the engines of vLLM; leave it out")
+        minutes = MINUTES if self.minutes is None else self.minutes
         from lenience.certification.tune import WINDOWS, TuneConfig
         from lenience.decoding.auto_window import STOP_THRESHOLDS
         from lenience.decoding.decoder import Decoder
         from lenience.drafting.stops import Likely
 
         stops = self.stop
-        if not stops and (run / "stop" / "stop.json").is_file():
+        if not stops and not in_vllm and (run / "stop" / "stop.json").is_file():
             stops = tuple(
                 str(Likely(str(run / "stop"), threshold))
                 for threshold in STOP_THRESHOLDS
@@ -393,6 +413,8 @@ class TuneFlags(QuestionFlags):
             stops=tuple(dict.fromkeys(("fixed", *stops))),
             drafters=tuple(dict.fromkeys(self.drafter)),
             prompts=self.prompts,
+            batch_size=self.batch_size,
+            minutes=minutes if in_vllm else math.inf,
         )
 
 

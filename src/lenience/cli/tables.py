@@ -73,7 +73,7 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
     for row in certificate.tried:
         is_server = is_baseline(row.rule)
         cells = [
-            "–" if is_server else str(row.window),
+            "–" if is_server else row.shown_window,
             str(row.n),
             f"{row.losses:g}",
             f"{row.upper_bound:.2%}",
@@ -104,7 +104,9 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
         options = "".join(
             f", {name} {value}" for name, value in certified.options.items()
         )
-        say(f"certified: {certified.rule}, window {certified.window}{options}; {use}")
+        say(
+            f"certified: {certified.rule}, window {certified.shown_window}{options}; {use}"
+        )
         return
     _say_why_not(run, certificate)
 
@@ -189,6 +191,8 @@ def print_races(races: Races) -> None:
     wide(110).print(table)
     for why in races.refused:
         say(f"did not race: {why}")
+    for setting in races.late:
+        say(f"did not race: {setting}: the {races.minutes:g} minutes were used up")
 
 
 def print_passed(passed: Sequence[Timed]) -> None:
@@ -231,10 +235,15 @@ def gained(tuned: Tuned) -> str:
     if best.rule != Options.rule:
         over["the fastest strict decoding"] = speeds.certified.times(speeds.strict)
     ratios = " and ".join(f"{times} {name}" for name, times in over.items())
+    turns = len(speeds.certified.tokens)
+    over_turns = (
+        f"{turns} prompts"
+        if speeds.batch_size == 1
+        else f"{turns} batches of {speeds.batch_size} prompts"
+    )
     told = (
         f"{setting_name(best)} at a window of {best.window} makes {speed}: {ratios} "
-        "(95 % over "
-        f"{len(speeds.certified.tokens)} prompts), at a loss of at most "
+        f"(95 % over {over_turns}), at a loss of at most "
         f"{certificate.max_drop:.2%} "
         f"with {certificate.confidence:.0%} confidence"
     )

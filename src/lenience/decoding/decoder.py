@@ -79,6 +79,8 @@ class Binding:
     """Rule as requested, such as certified:RUN."""
     binds: Mapping[str, Any]
     """Certified options, models, heads and templates, as in `Pair.binding`."""
+    windows: tuple[int, ...] = ()
+    """Windows that an answer may be decoded with, if there are several."""
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,15 @@ class Pair:
         `lenience.models.compile.compile_model`. Return True if all models are compiled."""
         return all([compile_model(lm, export=export) for lm in self.models.values()])
 
+    def shifts(self, decoders: Sequence[Decoder]) -> list[list[Decoder]]:
+        """Return the decoders in groups that can take turns: those of one engine, in the order in
+        which engines run. lenience's own loop runs them all."""
+        return [list(decoders)]
+
+    def forget(self) -> None:
+        """Drop what the engine keeps of earlier prompts, so that timings do not depend on the order
+        of answers. lenience's own loop keeps nothing."""
+
     @property
     def torch_threads(self) -> int | None:
         """Return the number of PyTorch threads outside the models: 1 if exported graphs, which wait

@@ -134,7 +134,7 @@ def _told(certificate: Certificate | None) -> str:
     return (
         f"With {certificate.confidence:.4g} confidence the loss ({certificate.loss}) "
         "of threshold "
-        f"{certified.threshold:.6g} at window {certified.window} is at most "
+        f"{certified.threshold:.6g} at window {certified.shown_window} is at most "
         f"{certificate.max_drop:.2%}, by {certificate.n} prompts of "
         f"{certificate.binds['task']}, "
         f"at {certified.tokens_per_pass:.2f} tokens per pass; certificate.json says "

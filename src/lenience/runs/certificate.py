@@ -70,6 +70,9 @@ class TriedSetting(Record):
 
     rule: str
     window: int
+    windows: dict[int, float] = Field(default_factory=dict)
+    """Sum of losses at each window, if an engine may choose among several; `losses` counts for each
+    prompt the largest of them. Empty for a single window."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options that differ from the question's."""
     n: int
@@ -97,6 +100,11 @@ class TriedSetting(Record):
         if not self.hopeless:
             return "does not pass"
         return "too few prompts" if self.losses <= max_drop * self.n else "given up"
+
+    @property
+    def shown_window(self) -> str:
+        """Return the window, or the windows that an engine may choose among, as text."""
+        return ", ".join(map(str, sorted(self.windows))) or str(self.window)
 
     def decoder(self, shared: Decoder) -> Decoder:
         """Return the setting's decoder; options that it does not set come from `shared`."""
@@ -201,7 +209,8 @@ class Certificate(Record):
         found = Decoder.of({**options, "rule": self.certified.rule}).relocated(path_now)
         binds = {name: self.binds[name] for name in BOUND_MODELS if name in self.binds}
         binds["drafter"] = str(found.without_paths().drafter)
-        return replace(found, bound_to=Binding(f"{PREFIX}{folder}", binds))
+        windows = tuple(self.binds.get("windows", ()))
+        return replace(found, bound_to=Binding(f"{PREFIX}{folder}", binds, windows))
 
 
 def certificate_path(folder: Path) -> Path:
@@ -244,6 +253,8 @@ def resolve(given: Mapping[str, Any]) -> Decoder:
         return Decoder.of({**options, "rule": strict})
     certified = certificate.decoder(folder)
     asked = Decoder.of(options)
+    if "window" in options:
+        certified = _at_window(certified, asked)
     _check_options(rule, options, certified, asked)
     if "max_new_tokens" not in options:
         asked = replace(asked, max_new_tokens=certified.max_new_tokens)
@@ -254,7 +265,9 @@ def narrowed(certified: Decoder, given: Mapping[str, Any]) -> Decoder:
     """Return a certified decoder with the seed and the earlier ends that a request gives; options
     that it does not give are the certified ones. Raises InputError for an option that differs."""
     assert certified.bound_to is not None
+    source = certified.bound_to.source
     asked = replace(certified, **given)
+    certified = _at_window(certified, asked)
     for name in given:
         same = getattr(asked, name) == getattr(certified, name)
         shorter = (
@@ -262,12 +275,20 @@ def narrowed(certified: Decoder, given: Mapping[str, Any]) -> Decoder:
         )
         if not (same or shorter or name in ("seed", "stop_strings")):
             raise _differs(
-                certified.bound_to.source,
+                source,
                 name,
                 getattr(certified, name),
                 getattr(asked, name),
             )
     return _with_ends(certified, asked)
+
+
+def _at_window(certified: Decoder, asked: Decoder) -> Decoder:
+    """Return a certified decoder at the window of another, if it is certified at that window."""
+    assert certified.bound_to is not None
+    if asked.window in certified.bound_to.windows:
+        return replace(certified, window=asked.window)
+    return certified
 
 
 def _with_ends(certified: Decoder, asked: Decoder) -> Decoder:

@@ -206,9 +206,6 @@ def _check_certificate(
         "kv_cache_dtype": config.cache_config.cache_dtype != "auto",
         "hf_overrides": bool(config.model_config.hf_overrides),
         "LoRA": config.lora_config is not None,
-        "num_speculative_tokens_per_batch_size": bool(
-            getattr(speculative, "num_speculative_tokens_per_batch_size", None)
-        ),
     }
     for what, is_so in others.items():
         if is_so:
@@ -223,9 +220,9 @@ def _check_certificate(
     known = _fingerprints(target, speculative, config.load_config)
     models = {"target": target, "draft": speculative.draft_model_config}
     heads = [*server.rule.heads, *drafter.fitted]
+    _check_windows(speculative, binds)
     now = {
         "engine": f"vllm {vllm_version()}",
-        "window": speculative.num_speculative_tokens,
         "drafter": str(drafter.relocated(lambda path: Path(path).name)),
         "stop": "fixed",
         "tokenizer": known["tokenizer"],
@@ -251,6 +248,25 @@ def _check_certificate(
             "in "
             "--speculative-config"
         )
+
+
+def _check_windows(speculative: Any, binds: Mapping[str, Any]) -> None:
+    """Raise InputError for a window of the server that is not certified."""
+    schedule = getattr(speculative, "num_speculative_tokens_per_batch_size", None) or []
+    certified = binds.get("windows") or [binds["window"]]
+    if schedule and "windows" not in binds:
+        raise InputError(
+            "certified: was certified for one window, and "
+            "num_speculative_tokens_per_batch_size changes it; certify with --windows"
+        )
+    # 0 stands for a step without drafted tokens
+    windows = {speculative.num_speculative_tokens, *(entry[2] for entry in schedule)}
+    for window in sorted(windows - {0}):
+        if window not in certified:
+            known = ", ".join(map(str, certified))
+            raise InputError(
+                f"certified: was certified with window {known}, not {window}; certify again"
+            )
 
 
 PLAIN = (

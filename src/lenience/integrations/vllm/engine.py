@@ -79,6 +79,8 @@ DIALOGUES = (
 """Engines that predict and continue in dialogues, the smaller first: each takes its share of the
 free memory."""
 MEMORY = "gpu_memory_utilization"
+ENGINES_ON_CPU = 4
+"""Maximum number of engines that run at the same time on a CPU."""
 ALL_MEMORY = 0.9
 """Default of the argument MEMORY: the share of a GPU's memory that one engine may take."""
 
@@ -141,6 +143,22 @@ class VllmPair(Pair):
                 "forced_eos_token_id, which vLLM does not know; set it to None"
             )
 
+    def shifts(self, decoders: Sequence[Decoder]) -> list[list[Decoder]]:
+        """Return the decoders of each engine: first the target alone, then the engines that serve
+        the most decoders."""
+        by_engine = dict[EngineUse, list[Decoder]]()
+        for decoder in decoders:
+            by_engine.setdefault(_engine_use(decoder), []).append(decoder)
+        order = sorted(
+            by_engine, key=lambda use: (use.window > 0, -len(by_engine[use]))
+        )
+        return [by_engine[use] for use in order]
+
+    def forget(self) -> None:
+        """Empty the prefix caches, so that each answer reads its prompt."""
+        for engine in self._running.values():
+            engine.reset_prefix_cache()
+
     def stream(
         self, prompt: Prompt, decoder: Decoder | None = None, **options: Any
     ) -> Iterator[Step]:
@@ -169,8 +187,9 @@ class VllmPair(Pair):
         self, decoder: Decoder, prompts: list[list[int]], batch_size: int
     ) -> Iterator[tuple[int, Generation]]:
         """Answer prompts, at most `batch_size` at once."""
-        window = 0 if decoder.alone else int(decoder.window)
-        engine = self._engine(_use(decoder, window))
+        use = _engine_use(decoder)
+        window = use.window
+        engine = self._engine(use)
         waiting = iter(enumerate(prompts))
         active: dict[str, _Answer] = {}
         try:
@@ -243,17 +262,20 @@ class VllmPair(Pair):
                 ) from error
             self._running[kind] = llm.llm_engine
             finalize(self, _end, llm.llm_engine)
+        # the most recently used engine comes last
+        self._running[kind] = self._running.pop(kind)
         return self._running[kind]
 
     def _make_room(self, kind: EngineUse) -> None:
-        """End the engines on a GPU, except those that share it with this kind, as each takes nearly
-        all of its memory."""
+        """End the engines that leave no room for one of this kind, the least recently used first.
+        On a GPU these are all, except those that share it with this kind, as each takes nearly all
+        of its memory."""
         from vllm.platforms import current_platform
 
-        if current_platform.is_cpu():
-            return
+        kept = ENGINES_ON_CPU - 1 if current_platform.is_cpu() else 0
         beside = DIALOGUES if kind in DIALOGUES else ()
-        for other in set(self._running) - set(beside):
+        others = [use for use in self._running if use not in beside]
+        for other in others[: max(0, len(others) - kept)]:
             _end(self._running.pop(other))
 
     def _drafting(self, kind: EngineUse) -> dict[str, Any]:
@@ -405,6 +427,11 @@ class VllmPair(Pair):
         )
         talk.cost.draft_tokens += read
         return predicted
+
+
+def _engine_use(decoder: Decoder) -> EngineUse:
+    """Return the engine that answers with a decoder."""
+    return _use(decoder, 0 if decoder.alone else int(decoder.window))
 
 
 def _use(decoder: Decoder, window: int) -> EngineUse:
