@@ -1,7 +1,8 @@
 """Measure everything that only a GPU can tell, within minutes.
 
     python benchmarks/gpu.py                      all steps, at most 9 minutes, into gpu/
-    python benchmarks/gpu.py --only right fast    some steps: right, windows, fast, scale
+    python benchmarks/gpu.py --only right fast    some steps: right, windows, fast, scale,
+                                                  serving
     python benchmarks/gpu.py --toy                a dry run at toy size, also on a CPU
 
 Each result is appended to OUT/results.jsonl as soon as it is measured. A second call skips what is
@@ -18,6 +19,8 @@ benchmarks/gpu_report.py OUT` writes the results into docs/performance.md.
   transformers' assisted generation and prompt lookup.
 - scale: a target of 63 million parameters trained on the built-in task, then mined, judged,
   compared, tuned and certified; with --parts the same with SmolLM2.
+- serving: the built-in pair inside vLLM and SGLang where they are installed: plain, strict, lenient
+  and judged, with and without asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import torch
 from gpu_bench import Bench, Item
 from gpu_right import right
 from gpu_scale import scale
+from gpu_serving import serving
 from gpu_speed import fast, windows
 
 STEPS: dict[str, tuple[float, Callable[[Bench], Iterator[Item]]]] = {
@@ -40,6 +44,7 @@ STEPS: dict[str, tuple[float, Callable[[Bench], Iterator[Item]]]] = {
     "windows": (1.0, windows),
     "fast": (2.0, fast),
     "scale": (4.0, scale),
+    "serving": (4.0, serving),
 }
 """Shares of the time and functions of the steps, in the order of their worth."""
 

@@ -44,7 +44,7 @@ def section(kept: Result) -> str:
         f"{machine['transformers']}, commit {machine['commit'][:7]}: `python benchmarks/gpu.py`."
     )
     parts = [head, *right_table(kept["answers"]), *windows_table(rows)]
-    parts += [*fast_table(rows), *scale_parts(rows)]
+    parts += [*fast_table(rows), *scale_parts(rows), *serving_table(rows)]
     failed = [f"- `{row['key']}`: {row['failed']}" for row in rows if "failed" in row]
     if failed:
         parts += ["What failed:\n\n<!-- not measured -->\n" + "\n".join(failed)]
@@ -127,6 +127,18 @@ def fast_table(rows: list[Result]) -> list[str]:
         "rule, ms",
     ]
     return table(head, body)
+
+
+def serving_table(rows: list[Result]) -> list[str]:
+    body = [
+        [
+            what,
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['same_as_plain']} of {row['problems']}",
+        ]
+        for what, row in of_step(rows, "serving")
+    ]
+    return table(["engine, rule, requests", "tokens/s", "answers as plain"], body)
 
 
 def scale_parts(rows: list[Result]) -> Iterator[str]:

@@ -14,12 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from local_server import LocalHandler, LocalServer
+from test_cli import run
 
 from lenience.certification.audit import Audit, AuditConfig, LivePrompt, audit
 from lenience.certification.certify import certify
@@ -60,12 +62,7 @@ class Server:
         self.lock = threading.Lock()
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # else each answer waits 40 ms for an ACK
-
-            def log_message(self, *_: object) -> None: ...
-
+        class Handler(LocalHandler):
             def reply(self, status: int, content: object, **headers: str) -> None:
                 data = json.dumps(content).encode()
                 self.send_response(status)
@@ -93,10 +90,8 @@ class Server:
                 outer.answer(self, body)
 
         self.handler = Handler
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
+        self.http = LocalServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     def answer(self, handler: Any, body: dict[str, Any]) -> None:
         text = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
@@ -135,8 +130,7 @@ class Server:
 def server() -> Iterator[Server]:
     made = Server()
     yield made
-    made.http.shutdown()
-    made.http.server_close()
+    made.http.close()
 
 
 @pytest.fixture
@@ -378,8 +372,7 @@ def test_what_does_not_pass_ends_the_run_and_keeps_the_answers(
 def test_a_server_that_is_gone_is_waited_for_and_then_named(server: Server) -> None:
     pair = pair_of(server, outage=0.3)
     pair.generate("1+1", rule="target")
-    server.http.shutdown()
-    server.http.server_close()
+    server.http.close()
     with pytest.raises(RunError, match=r"unreachable for 0 s .*run the command again"):
         pair.generate_batch(["2+2"], rule="target")
     with pytest.raises(InputError, match="no server answers"):
@@ -509,16 +502,14 @@ def test_a_killed_certificate_asks_nothing_twice(
 
 
 def test_the_command_fails_if_nothing_is_certified(
-    server: Server, rows: Path, tmp_path: Path, home: Path
+    server: Server, rows: Path, tmp_path: Path
 ) -> None:
     server.wrong = lambda number: number % 5 == 0
-    argv = command(
+    done = run(
         "certify", tmp_path / "run", "--task", rows, "--answer", "last-number",
         "--reference", server.url, "--candidate", f"{server.url}; {FAST}",
         "--fail-if-not-certified", "--claim", "adder with a fast mode", "--price", "1,2",
     )  # fmt: skip
-    env = {**os.environ, "LENIENCE_HOME": str(home)}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "nothing is certified" in done.stderr
     page = (tmp_path / "run" / "certificate.html").read_text()
     assert "Stated by the user, not checked: adder with a fast mode" in page
@@ -528,10 +519,7 @@ def test_the_command_fails_if_nothing_is_certified(
         (("--reference", "nowhere", "--candidate", server.url), "is not an address"),
         (("--engine", "openai"), "name a server"),
     ):
-        done = subprocess.run(
-            command("compare", "--task", rows, "--answer", "last-number", *wrong),
-            env=env, capture_output=True, text=True,
-        )  # fmt: skip
+        done = run("compare", "--task", rows, "--answer", "last-number", *wrong)
         assert done.returncode == 2 and why in done.stderr
 
 

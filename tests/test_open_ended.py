@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from capabilities import needs
+from local_server import LocalHandler, LocalServer
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -59,7 +59,7 @@ class Server:
         lock = threading.Lock()
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(LocalHandler):
             def reply(self, status: int, content: Any) -> None:
                 body = json.dumps(content).encode()
                 self.send_response(status)
@@ -92,16 +92,11 @@ class Server:
                 content = None if said is None else f"Because.\n{said}"
                 self.reply(200, {"choices": [{"message": {"content": content}}]})
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = LocalServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+        self._http.close()
 
 
 def by_length(a: str, b: str) -> str:

@@ -131,6 +131,9 @@ class ServedPair:
         self.target = ServedModel(reference, self.identity(reference))
         self.models = {"target": self.target}
 
+    def forget(self) -> None:
+        """Do nothing: what servers keep of earlier prompts is theirs."""
+
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         return {"target": self.target.fingerprint, "tokenizer": self.target.fingerprint}
