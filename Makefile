@@ -29,7 +29,7 @@ test-vllm:   ## the plugin's tests, in an environment that holds vLLM for CPUs
 	.venv-vllm/bin/pip install -q "$(VLLM)"
 	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	.venv-vllm/bin/pip install -q -e ".[test,vllm]"
-	.venv-vllm/bin/pytest -m "" tests/test_vllm.py
+	.venv-vllm/bin/pytest -n 2 --dist loadgroup -m "" tests/test_vllm.py
 	TRITON_INTERPRET=1 .venv-vllm/bin/pytest -m "" tests/test_vllm_v2.py
 
 test-sglang:   ## the plugin in SGLang's own Python, without its kernels

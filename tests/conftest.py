@@ -72,6 +72,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LENIENCE_CACHE", os.environ["LENIENCE_CACHE"] + "/tiny")
 
 
+ENGINES = ("engine", "in_vllm")
+"""Fixtures of test_vllm.py that start a vLLM for many tests."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases that slow.txt names."""
@@ -81,6 +85,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if f"{item.path.name}::{item.nodeid.split('::', 1)[1]}" in slow:
             item.add_marker(pytest.mark.slow)
+        for engine in item.fixturenames if item.path.name == "test_vllm.py" else ():
+            if engine in ENGINES:  # with --dist loadgroup one worker starts it
+                item.add_marker(pytest.mark.xdist_group(engine))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

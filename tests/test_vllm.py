@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ from vllm.exceptions import VLLMValidationError
 
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
+from lenience.certification.tune import TuneConfig, tune
 from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
 from lenience.core.progress import silent
@@ -53,6 +55,10 @@ from lenience.training.features import compute_features
 from lenience.training.fit_drafter import DrafterPlan, fit_drafter
 
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+# engines of several tests run beside each other: each has one thread, and none a core of its own
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+# engines that are not eager are traced, but not compiled
+os.environ["VLLM_CPU_CI_ENV"] = "1"
 ROOT = Path(__file__).parents[1]
 WINDOW = 4
 BLOCKS = 16
@@ -713,6 +719,60 @@ def test_a_comparison_runs_in_vllm(
     assert f"vllm {vllm_version()}" in frontier.machine
 
 
+def test_an_answer_after_forgetting_reads_its_prompt(in_vllm: VllmPair) -> None:
+    decoder = in_vllm.decoder({"rule": "exact", "window": WINDOW, "max_new_tokens": 8})
+    prompt = list(range(3, 90))
+
+    def cached() -> int:
+        """Tokens of the prompt that are in the prefix cache."""
+        (engine,) = (
+            engine for use, engine in in_vllm._running.items() if use.window == WINDOW
+        )
+        engine.add_request("again", {"prompt_token_ids": prompt}, params(max_tokens=1))
+        outs: list[Any] = []
+        while engine.has_unfinished_requests():
+            outs += engine.step()
+        return int(outs[-1].num_cached_tokens)
+
+    in_vllm.generate(prompt, decoder)
+    assert cached() > 0
+    in_vllm.forget()
+    assert cached() == 0
+
+
+def test_tuning_in_vllm_races_engines_and_certifies(
+    in_vllm: VllmPair, judge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(EMBEDDED / "run", tmp_path / "run"))
+    options = {"max_new_tokens": 120}
+    question = CertifyConfig(
+        (judge,),
+        max_drop=0.4,
+        thresholds=(1.0,),
+        limit=40,
+        options=options,
+        allow_weak_target=True,
+    )
+    asked: list[tuple[int, str]] = []
+    answered = in_vllm.generate
+
+    def watched(prompt: Any, decoder: Decoder) -> Any:
+        asked.append((int(decoder.window), str(decoder.rule)))
+        return answered(prompt, decoder)
+
+    monkeypatch.setattr(in_vllm, "generate", watched)
+    config = TuneConfig(question, windows=(2, WINDOW), drafters=("model",), prompts=16)
+    made = tune(in_vllm, load_task("wordmath"), run, config)
+    shifts = [window for window, _ in groupby(window for window, _ in asked)]
+    assert shifts[:3] == [0, 2, WINDOW], "each engine once in the heat"
+    assert made.races.machine.endswith(f"vllm {vllm_version()}")
+    assert Decoder.parse(made.races.alone.setting).window == 0
+    assert Decoder.parse(made.races.strict.setting).window in (2, WINDOW)
+    assert made.certificate.certified and made.speeds is not None
+    assert made.certificate.binds["engine"] == f"vllm {vllm_version()}"
+    assert made.certificate.tried[0].losses == 0, "lossless decoding comes first"
+
+
 def test_windows_that_the_draft_has_no_room_for_are_not_judged(
     in_vllm: VllmPair, pair: Pair, judge: str, samples: list[Sample]
 ) -> None:
@@ -778,9 +838,14 @@ def test_a_certificate_made_with_vllm_is_served_and_binds_it(
             {"speculative_config": greedy, "hf_overrides": {"rope_theta": 5.0}},
             "hf_overrides",
         ),
+        (
+            {"speculative_config": {**greedy, **scheduled(4)}},
+            "certified for one window",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             configured(**{**served, **changes})
+    _at_several_windows(run, served, greedy)
     serving = vllm.LLM(**ENGINE, speculative_config=greedy, **served)
     sample = next(load_task("wordmath").samples("test"))
     (out,) = serving.generate([sample.prompt], params(max_tokens=200), use_tqdm=False)
@@ -821,6 +886,31 @@ def test_a_certificate_made_with_vllm_is_served_and_binds_it(
     served_rule._read.cache_clear()
     with pytest.raises(ValueError, match="was certified with heads"):
         configured(**served, speculative_config=greedy)
+
+
+def scheduled(*windows: int) -> dict[str, Any]:
+    """Numbers of drafted tokens by batch size."""
+    schedule = [(1 + 4 * i, 4 + 4 * i, window) for i, window in enumerate(windows)]
+    return {"num_speculative_tokens_per_batch_size": schedule}
+
+
+def _at_several_windows(
+    run: Path, served: dict[str, Any], greedy: dict[str, Any]
+) -> None:
+    """A server may have each window of a certificate for several, and a schedule of them."""
+    path = run / "certificate.json"
+    before = path.read_text()
+    made = json.loads(before)
+    made["binds"]["windows"] = [2, WINDOW]
+    path.write_text(json.dumps(made))
+    served_rule._read.cache_clear()
+    for allowed in ({}, {"num_speculative_tokens": 2}, scheduled(WINDOW, 2, 0)):
+        configured(**served, speculative_config={**greedy, **allowed})
+    for other in ({"num_speculative_tokens": 3}, scheduled(WINDOW, 3)):
+        with pytest.raises(ValueError, match="window 2, 4, not 3"):
+            configured(**served, speculative_config={**greedy, **other})
+    path.write_text(before)
+    served_rule._read.cache_clear()
 
 
 # ---- configurations

@@ -209,7 +209,7 @@ def _certificate(
         drawn=_drawn(on, folder),
         procedure=_procedure(on),
         binds=on.binds(setting, shown.n),
-        promises_not=(*PROMISES_NOT, *([MIXED] if config.windows else [])),
+        promises_not=_promises_not(config),
         tried=tuple(itertools.chain.from_iterable(outcome.tried)),
         lost=tuple(on.lost_samples(setting, shown.n)),
         gained=tuple(on.gained_samples(setting, shown.n)),
@@ -278,6 +278,10 @@ def _threshold(rule: Rule) -> float | None:
     """Return the threshold of a rule's first term that has one."""
     terms = rule.terms if isinstance(rule, AnyOf) else ()
     return next((vars(term)["threshold"] for term in terms if term.has_threshold), None)
+
+
+def _promises_not(config: CertifyConfig) -> tuple[str, ...]:
+    return (*PROMISES_NOT, MIXED) if config.windows else PROMISES_NOT
 
 
 def _procedure(on: Calibration) -> str:

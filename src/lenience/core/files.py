@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
-from lenience.core.errors import InputError, RunError, reason
+from lenience.core.errors import InputError, RunError, first_line, reason
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 """Folder of the built-in pair and of the heads trained for it."""
@@ -67,14 +68,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Turn OSError into RunError while a file is written. The message names the file and the cause,
-    such as a full disk."""
+    """Turn errors of the disk into RunError while a file is written. The message names the file and
+    the cause, such as a full disk."""
     try:
         yield
-    except OSError as error:
-        raise RunError(
-            f"{path}: cannot be written ({error.strerror or error})"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        cause = getattr(error, "strerror", None) or first_line(error)
+        raise RunError(f"{path}: cannot be written ({cause})") from error
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from transformers.cache_utils import (
 from transformers.utils import logging
 
 from lenience.core.errors import InputError, RunError, TooLong, first_line
+from lenience.core.files import written
 from lenience.core.identity import (
     tokenizer_fingerprint,
     tokens_with,
@@ -601,13 +602,13 @@ def save_model(
 ) -> None:
     """Save a model and its tokenizer in the format of `transformers`. A model with a draft
     vocabulary is saved with a whole LM head, which takes its missing rows from `others` [V, H]."""
-    with without_bars():
+    with without_bars(), written(folder):
         if vocabulary_of(model) is None:
             model.save_pretrained(folder)
         else:
             assert others is not None
             save_whole(model, others, folder)
-    tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _check_placement(dtype: object, device: object) -> None:
