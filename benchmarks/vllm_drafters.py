@@ -10,6 +10,8 @@ Each setting runs in a vLLM of its own, one request at a time: without a draft; 
 without the plugin, with `exact` and with a lenient rule; and the judge with the draft model, whose
 tokens it was mined on. A warm-up of four problems comes first. With `--asynchronous` the same
 settings run again with asynchronous scheduling, as tests/asynchronous_vllm makes it run on a CPU.
+With `--own N` lenience's own loop answers the first N problems with the same drafters and rules. It
+begins, as vLLM does, with a token of the target's own.
 """
 
 from __future__ import annotations
@@ -149,6 +151,38 @@ def _last_number(text: str) -> Fraction | None:
     return found[-1].value if found else None
 
 
+def own(
+    setting: Setting, given: argparse.Namespace, theirs: Sequence[list[int]]
+) -> int:
+    """Return how many of the first answers lenience's own loop gives too."""
+    from lenience.decoding.loading import load_pair
+
+    specs = {
+        "ngram": "ngram:max=3,oldest=true",
+        "eagle3": f"eagle:{setting.model}",
+        "draft_model": "model",
+    }
+    draft = setting.model if setting.drafter == "draft_model" else None
+    pair = load_pair(given.target, draft, dtype="float32", compile=False)
+    rows = [json.loads(line) for line in given.problems.read_text().splitlines()]
+    rows = rows[WARM_UP : WARM_UP + given.own]
+    asked = [[{"role": "user", "content": row["question"]}] for row in rows]
+    prompts = [
+        pair.encode(prompt, pair.target) + tokens[:1]
+        for prompt, tokens in zip(asked, theirs)
+    ]
+    outs = pair.generate_batch(
+        prompts,
+        rule=setting.rule or "exact",
+        drafter=specs[str(setting.drafter)],
+        window=setting.window,
+        max_new_tokens=MOST - 1,
+        batch_size=8,
+    )
+    ours = [tokens[:1] + list(out.tokens) for tokens, out in zip(theirs, outs)]
+    return sum(a == b for a, b in zip(ours, theirs))
+
+
 def row_of(
     setting: Setting, found: dict[str, Any], plain: Sequence[list[int]] | None
 ) -> dict[str, Any]:
@@ -183,6 +217,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=100)
     parser.add_argument("--window", type=int, default=4)
     parser.add_argument("--asynchronous", action="store_true")
+    parser.add_argument("--own", type=int, default=0, metavar="N")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -197,7 +232,10 @@ def main() -> None:
         key = setting.drafter, setting.asynchronous
         if setting.rule is None:
             plain[key] = found["tokens"]
-        rows.append(row_of(setting, found, plain[key] if setting.rule else None))
+        row = row_of(setting, found, plain[key] if setting.rule else None)
+        if given.own and setting.rule:
+            row["same_as_own_loop"] = own(setting, given, found["tokens"])
+        rows.append(row)
         print(rows[-1], file=sys.stderr, flush=True)
     print(json.dumps(recorded({"settings": rows}), indent=1))
 
