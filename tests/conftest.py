@@ -72,6 +72,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LENIENCE_CACHE", os.environ["LENIENCE_CACHE"] + "/tiny")
 
 
+LONGEST = ("test_gpu.py", "test_workers.py", "test_cli.py")
+"""Modules whose tests begin first: one that takes a minute and comes last runs alone."""
 ENGINES = ("engine", "in_vllm")
 """Fixtures of test_vllm.py that start a vLLM for many tests."""
 
@@ -88,6 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for engine in item.fixturenames if item.path.name == "test_vllm.py" else ():
             if engine in ENGINES:  # with --dist loadgroup one worker starts it
                 item.add_marker(pytest.mark.xdist_group(engine))
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -30,6 +31,7 @@ vllm = pytest.importorskip("vllm", reason=reason)
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
 
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
@@ -128,6 +130,23 @@ def engine(judge: str, allowed: list[str]) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
     return list(take(load_task("wordmath"), "test", 8))
+
+
+started = 0
+"""Number of engines of this process."""
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """Let a vLLM start without processes of its own, which takes a second in place of twenty."""
+    global started
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if started:  # vLLM 0.32 stumbles over other libraries the second time
+            register = "register_triton_kernel_overrides"
+            patch.setattr(type(current_platform), register, lambda *_: None)
+        yield
+    started += 1
 
 
 def params(dial: object = None, **options: Any) -> SamplingParams:
@@ -362,14 +381,15 @@ def test_preempted_requests_go_on_as_they_would_have(
 ) -> None:
     """With too little room for all, some are stopped, forgotten and read again."""
     options = {"lenience": {"rule": f"{judge}@0.5"}}
-    crowded = vllm.LLM(
-        **{**ENGINE, "max_model_len": 256},
-        speculative_config=DRAFT,
-        additional_config=options,
-        block_size=32,
-        num_gpu_blocks_override=BLOCKS,
-        disable_log_stats=False,
-    )
+    with in_this_process():
+        crowded = vllm.LLM(
+            **{**ENGINE, "max_model_len": 256},
+            speculative_config=DRAFT,
+            additional_config=options,
+            block_size=32,
+            num_gpu_blocks_override=BLOCKS,
+            disable_log_stats=False,
+        )
     served_rule = params(max_tokens=160)
     alone = [answers(engine, [sample], served_rule)[0][0] for sample in samples]
     together = [outs[0] for outs in answers(crowded, samples, served_rule)]
@@ -529,9 +549,18 @@ def eagle(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"eagle:{run / 'eagle'}"
 
 
+class InThisProcess(VllmPair):
+    """A pair whose engines start no processes."""
+
+    def _engine(self, kind: EngineUse) -> Any:
+        with in_this_process():
+            return super()._engine(kind)
+
+
 @pytest.fixture(scope="module")
 def in_vllm() -> VllmPair:
-    return VllmPair(load_pair(compile=False, dtype="float32"), {"enforce_eager": True})
+    pair = load_pair(compile=False, dtype="float32")
+    return InThisProcess(pair, {"enforce_eager": True})
 
 
 def test_a_pair_in_vllm_answers_as_our_own_loop(
@@ -633,7 +662,7 @@ def test_mining_in_vllm_finds_the_labels_of_our_own_loop(
             task,
             folder,
             MineConfig(
-                limit=3, batch_size=2, drafter=Decoder.of(drafter=drafter).drafter
+                limit=2, batch_size=2, drafter=Decoder.of(drafter=drafter).drafter
             ),
         )
         found[one] = list(mined_samples(Journal(folder / "journal.jsonl")))
@@ -652,7 +681,7 @@ def test_mining_in_vllm_finds_the_labels_of_our_own_loop(
             pair,
             task,
             run,
-            MineConfig(limit=4, drafter=Decoder.of(drafter=drafter).drafter),
+            MineConfig(limit=3, drafter=Decoder.of(drafter=drafter).drafter),
         )
     compute_features(pair, run, Inputs(("target",)))
 
@@ -661,6 +690,7 @@ def test_a_command_that_has_mined_ends_well(tmp_path: Path) -> None:
     """Its two vLLMs end before Python does; where they did not, the thread that takes their outputs
     now and then aborted the process."""
     flags = ["--limit", "1", "--dtype", "float32", "--engine", "vllm"]
+    flags += ["--engine-arg", "enforce_eager=true"]
     done = subprocess.run(
         [
             sys.executable,
@@ -721,7 +751,7 @@ def test_a_comparison_runs_in_vllm(
 
 def test_an_answer_after_forgetting_reads_its_prompt(in_vllm: VllmPair) -> None:
     decoder = in_vllm.decoder({"rule": "exact", "window": WINDOW, "max_new_tokens": 8})
-    prompt = list(range(3, 90))
+    prompt = [3 + i % 80 for i in range(300)]  # longer than a block of the cache
 
     def cached() -> int:
         """Tokens of the prompt that are in the prefix cache."""
@@ -741,9 +771,10 @@ def test_an_answer_after_forgetting_reads_its_prompt(in_vllm: VllmPair) -> None:
 
 
 def test_tuning_in_vllm_races_engines_and_certifies(
-    in_vllm: VllmPair, judge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_vllm: VllmPair, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Path(shutil.copytree(EMBEDDED / "run", tmp_path / "run"))
+    judge = save_judge(run / "judge", pair, Inputs(("target",)))
     options = {"max_new_tokens": 120}
     question = CertifyConfig(
         (judge,),
@@ -846,7 +877,8 @@ def test_a_certificate_made_with_vllm_is_served_and_binds_it(
         with pytest.raises(ValueError, match=message):
             configured(**{**served, **changes})
     _at_several_windows(run, served, greedy)
-    serving = vllm.LLM(**ENGINE, speculative_config=greedy, **served)
+    with in_this_process():
+        serving = vllm.LLM(**ENGINE, speculative_config=greedy, **served)
     sample = next(load_task("wordmath").samples("test"))
     (out,) = serving.generate([sample.prompt], params(max_tokens=200), use_tqdm=False)
     assert (

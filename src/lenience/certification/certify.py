@@ -59,7 +59,7 @@ PROMISES_NOT = (
 )
 
 MIXED = "an answer during which the window changes: each window decoded whole answers"
-"""What a certificate for several windows does not promise."""
+"""Gap in the promise of a certificate for several windows."""
 
 
 class PlannedSetting(Record):

@@ -79,7 +79,7 @@ DIALOGUES = (
 """Engines that predict and continue in dialogues, the smaller first: each takes its share of the
 free memory."""
 MEMORY = "gpu_memory_utilization"
-ENGINES_ON_CPU = 4
+ENGINES_ON_CPU = 3
 """Maximum number of engines that run at the same time on a CPU."""
 ALL_MEMORY = 0.9
 """Default of the argument MEMORY: the share of a GPU's memory that one engine may take."""
@@ -272,9 +272,10 @@ class VllmPair(Pair):
         of its memory."""
         from vllm.platforms import current_platform
 
-        kept = ENGINES_ON_CPU - 1 if current_platform.is_cpu() else 0
+        most = ENGINES_ON_CPU if current_platform.is_cpu() else 1
         beside = DIALOGUES if kind in DIALOGUES else ()
         others = [use for use in self._running if use not in beside]
+        kept = max(0, most - max(1, len(beside)))
         for other in others[: max(0, len(others) - kept)]:
             _end(self._running.pop(other))
 
