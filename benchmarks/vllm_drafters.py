@@ -69,7 +69,8 @@ def measured(
 ) -> dict[str, Any]:
     """Answer the problems in a process of its own."""
     asked = json.dumps([asdict(setting), target, str(problems), limit])
-    path = str(ASYNCHRONOUS) if setting.asynchronous else ""
+    first = str(ASYNCHRONOUS) if setting.asynchronous else ""
+    path = os.pathsep.join(filter(None, [first, os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, __file__, "--one", asked],
         check=True,
