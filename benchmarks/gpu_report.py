@@ -134,7 +134,9 @@ def serving_table(rows: list[Result]) -> list[str]:
         [
             what,
             f"{row['tokens_per_second']:.0f}",
-            f"{row['same_as_plain']} of {row['problems']}",
+            f"{row['same_as_plain']} of {row['problems']}"
+            if "same_as_plain" in row
+            else "",
         ]
         for what, row in of_step(rows, "serving")
     ]

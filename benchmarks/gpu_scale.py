@@ -73,7 +73,7 @@ def commands(
 ) -> dict[str, list[str]]:
     """Return the commands of a user, from mining to a certificate."""
     samples, tested, largest = (
-        ("8", "2", "0.5") if bench.toy else ("400", "300", "0.02")
+        ("16", "2", "0.5") if bench.toy else ("400", "300", "0.02")
     )
     tuned = (
         ["--window", "8", "--drafter", "model", "--prompts", "16"] if bench.toy else []

@@ -58,7 +58,6 @@ def serving(bench: Bench) -> Iterator[Item]:
     """Yield the measurements. The engine without the plugin comes first: the answers of the others
     are compared with its answers."""
     problems = 8 if bench.toy else 64
-    plain: dict[tuple[str, int], list[list[int]]] = {}
     for engine in ("vllm", "sglang"):
         for rows in (8,) if bench.toy else (1, 32):
             shared = {"rows": rows, "problems": problems, "toy": bench.toy}
@@ -69,22 +68,21 @@ def serving(bench: Bench) -> Iterator[Item]:
                 *([JUDGE] if engine == "vllm" else []),
             ):
                 setting = Setting(engine, rule, **shared)
-                yield setting.name, partial(measured, bench, setting, plain)
+                yield setting.name, partial(measured, bench, setting)
             setting = Setting(engine, "exact", **shared, asynchronous=False)
-            yield setting.name, partial(measured, bench, setting, plain)
+            yield setting.name, partial(measured, bench, setting)
 
 
-def measured(
-    bench: Bench, setting: Setting, plain: dict[tuple[str, int], list[list[int]]]
-) -> Result:
+def measured(bench: Bench, setting: Setting) -> Result:
     """Return the speed of a setting, and how many answers are those of the same engine without the
-    plugin."""
+    plugin, if it has answered."""
     if find_spec(setting.engine) is None:
         raise Skipped(f"{setting.engine} is not installed")
+    asked = setting
     if setting.rule == JUDGE:
-        setting = replace(setting, rule=fit_judge(bench.out))
+        asked = replace(setting, rule=fit_judge(bench.out))
     done = subprocess.run(
-        [sys.executable, __file__, json.dumps(asdict(setting))],
+        [sys.executable, __file__, json.dumps(asdict(asked))],
         capture_output=True,
         text=True,
         timeout=300,
@@ -93,12 +91,17 @@ def measured(
         raise RuntimeError((done.stderr or done.stdout).strip().split("\n")[-1])
     found = json.loads(done.stdout.strip().split("\n")[-1])
     tokens = found["tokens"]
-    before = plain.setdefault((setting.engine, setting.rows), tokens)
-    return {
+    row = {
         **asdict(setting),
         "tokens_per_second": sum(map(len, tokens)) / found["seconds"],
-        "same_as_plain": sum(a == b for a, b in zip(tokens, before)),
     }
+    plain = bench.out / f"plain-{setting.engine}-{setting.rows}.json"
+    if setting.rule is None:
+        plain.write_text(json.dumps(tokens))
+    elif plain.exists():
+        before = json.loads(plain.read_text())
+        row["same_as_plain"] = sum(a == b for a, b in zip(tokens, before))
+    return row
 
 
 def answer(setting: Setting) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def row_of(
     return {**asdict(setting), **row}
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -220,7 +220,11 @@ def main() -> None:
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--own", type=int, default=0, metavar="N")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    given = options().parse_args()
     if given.one:
         setting, target, problems, limit = json.loads(given.one)
         found = one(Setting(**setting), target, Path(problems), limit)
@@ -235,7 +239,9 @@ def main() -> None:
             plain[key] = found["tokens"]
         row = row_of(setting, found, plain[key] if setting.rule else None)
         if given.own and setting.rule:
-            row["same_as_own_loop"] = own(setting, given, found["tokens"])
+            asked = min(given.own, len(found["tokens"]))
+            same = own(setting, given, found["tokens"])
+            row |= {"same_as_own_loop": same, "asked_of_own_loop": asked}
         rows.append(row)
         print(rows[-1], file=sys.stderr, flush=True)
     print(json.dumps(recorded({"settings": rows}), indent=1))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,8 @@ def test_only_modules_that_run_elsewhere_may_skip_themselves(
 
 
 def test_where_nothing_may_be_skipped_modules_that_run_elsewhere_may() -> None:
-    modules = sorted(name for name in ELSEWHERE if not ELSEWHERE[name]())
+    installed = find_spec("vllm") is not None
+    modules = ["test_sglang.py"] if installed else sorted(ELSEWHERE)
     paths = [str(TESTS / name) for name in modules]
     done = run_pytest("--collect-only", *paths, **{REQUIRE_ALL: "1"})
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout

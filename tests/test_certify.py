@@ -38,10 +38,12 @@ from lenience.certification.audit import (
     read_logs,
     read_prompts,
 )
+from lenience.certification.calibration import Calibration, calibration
 from lenience.certification.certify import _reason, save
 from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import fixed_sequence_test
 from lenience.core.files import write_json
+from lenience.core.progress import silent
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
 from lenience.decoding.options import names
@@ -363,21 +365,81 @@ def test_what_is_certified_for_several_windows_is_decoded_with_each(
     assert len(set(map(tuple, texts.values()))) == 3, "windows must matter"
     outs = llama.generate_batch(prompts, rule=rule)
     assert [out.text for out in outs] == texts[6], "the widest by default"
-    with pytest.raises(InputError, match="certified with window 6, not 4"):
+    with pytest.raises(InputError, match="certified with window 1, 2, 6, not 4"):
         llama.generate(prompts[0], rule=rule, window=4)
     page = (tmp_path / "certificate.html").read_text()
     assert "any of the windows 1, 2, 6" in page
     assert "during which the window changes" in page
-    found = certified.read_certificate(tmp_path).decoder(tmp_path)
-    assert certified.narrowed(found, {"window": 2}).window == 2
-    with pytest.raises(InputError, match="certified with window 6, not 4"):
-        certified.narrowed(found, {"window": 4})
+
+
+def test_a_certificate_of_an_earlier_version_is_not_kept_twice(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    asked = question(max_drop=0.9)
+    assert certify(llama, task, tmp_path, asked)["certified"]
+    for path in tmp_path.rglob("certificate.json"):
+        made = json.loads(path.read_text())
+        for row in (made["certified"], *made["tried"]):
+            del row["windows"]  # which earlier versions did not have
+        path.write_text(json.dumps(made))
+    assert certify(llama, task, tmp_path, asked)["certified"]["windows"] == {}
+    assert not (tmp_path / "certificate-1.json").exists()
+
+
+def test_a_plan_for_several_windows_counts_the_answers_at_each(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    (several,) = plan(llama, task, tmp_path / "a", several_windows(), pilot=8)["plan"]
+    single = question(rules=("topk:2",), max_drop=0.9, window=6, limit=40)
+    (one,) = plan(llama, task, tmp_path / "b", single, pilot=8)["plan"]
+    each = [row["target_passes"] / row["prompts"] for row in (several, one)]
+    assert each[0] > 1.5 * each[1] > 0, "the target's own answers are shared"
+
+
+def test_the_largest_loss_over_windows_is_taken_for_each_draw(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    sampled = {"temperature": 1.0, "max_new_tokens": 12, "seed": 3}
+    asked = CertifyConfig(
+        ("topk:2",),
+        max_drop=0.95,
+        confidence=0.6,
+        limit=40,
+        windows=(1, 6),
+        draws=2,
+        options=sampled,
+        loss="disagreement",
+    )
+    assert asked.decoder.window == 6
+    assert asked.to_json()["window"] == 6
+    on = stand_in(llama, task, tmp_path, asked)
+    decoder = on.chains()[0][0]
+    n = 40
+    lost = {
+        (window, seed): on._losses_of(
+            replace(decoder, window=window, seed=decoder.seed + seed), n
+        )
+        for window in (1, 6)
+        for seed in (0, 1)
+    }
+    wanted = np.mean([np.maximum(lost[1, seed], lost[6, seed]) for seed in (0, 1)], 0)
+    assert on.losses(decoder, n).tolist() == wanted.tolist()
+    means = [(lost[window, 0] + lost[window, 1]) / 2 for window in (1, 6)]
+    assert wanted.sum() > np.maximum(*means).sum(), "a choice for each answer"
+
+
+def stand_in(pair: Pair, task: Echo, folder: Path, asked: CertifyConfig) -> Calibration:
+    """A question that has begun."""
+    with calibration(
+        pair, as_task(task), folder, asked, use="calibration", progress=silent
+    ) as on:
+        return on
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"options": {"window": 4}}, "window: is one of windows; leave it out"),
+        ({"options": {"window": 4}}, "window: cannot be combined with windows"),
         ({"settings": (("topk:2",),), "rules": ()}, "windows: need rules"),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import gpu_report
+import gpu_serving
 from gpu_bench import Bench, Item
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +78,46 @@ def test_a_dry_run_trains_mines_and_certifies(tmp_path: Path) -> None:
         rows["scale/SmolLM2, train"]
     ]
     assert rows["scale/certify"]["told"]["certified"]
+
+
+def test_engines_that_are_not_installed_are_skipped_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_serving, "find_spec", lambda engine: None)
+    bench = Bench(tmp_path, torch.device("cpu"), toy=True)
+    bench.begin()
+    assert bench.run("serving", gpu_serving.serving(bench), until=float("inf"))
+    rows = {row["key"]: row for row in rows_of(tmp_path)[1:]}
+    assert rows["serving/vllm, plain, 8 at once"]["skipped"] == "vllm is not installed"
+    assert rows["serving/sglang, exact, 8 at once, synchronous"]["skipped"]
+    assert len(rows) == 5 + 4
+
+
+def test_answers_are_compared_with_the_engines_own_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with those of another rule, if the engine without the plugin has none."""
+
+    def answered(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        rule = json.loads(command[-1])["rule"]
+        tokens = [[1, 2], [3, 4 if rule in (None, "exact") else 5]]
+        told = json.dumps({"tokens": tokens, "seconds": 2})
+        return subprocess.CompletedProcess(command, 0, told, "")
+
+    monkeypatch.setattr(gpu_serving, "find_spec", lambda engine: True)
+    monkeypatch.setattr(gpu_serving.subprocess, "run", answered)
+    bench = Bench(tmp_path, torch.device("cpu"), toy=True)
+    shared = {"rows": 8, "problems": 2}
+    lenient = gpu_serving.Setting("vllm", "topk:2", **shared)
+    assert "same_as_plain" not in gpu_serving.measured(bench, lenient)
+    plain = gpu_serving.measured(bench, gpu_serving.Setting("vllm", None, **shared))
+    assert plain["tokens_per_second"] == 2 and "same_as_plain" not in plain
+    again = gpu_serving.measured(bench, lenient)
+    assert again["same_as_plain"] == 1
+    exact = gpu_serving.measured(bench, replace(lenient, rule="exact"))
+    rows = [{"key": "serving/a", **again}, {"key": "serving/b", **exact}]
+    (table,) = gpu_report.serving_table([*rows, {"key": "serving/c", **plain}])
+    assert "| a | 2 | 1 of 2 |" in table and "| b | 2 | 2 of 2 |" in table
 
 
 class Killed(BaseException):

@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,29 @@ def test_a_failure_at_one_of_its_windows_withdraws_a_certificate(
     failed = certify(bad, Rows(3000), tmp_path, asked(later, confidence=0.94))
     assert failed.certified is None and failed.n > lucky.n
     assert bool(read_certificate(tmp_path).withdrawn) == withdrawn
+
+
+def test_where_changing_takes_long_many_prompts_are_answered_at_a_time(
+    llama: Pair, tmp_path: Path
+) -> None:
+    """The certificate stays the same; between the target and the rule there are few changes."""
+
+    def changes(ahead: int) -> int:
+        pair = Stub(llama, after(0, 40))
+        pair.ahead = ahead
+        asked = question(max_drop=0.05, limit=300, home=tmp_path / str(ahead))
+        made[ahead] = certify(pair, Rows(3000), tmp_path / f"run-{ahead}", asked)
+        rules = [rule for _, rule in pair.asked]
+        return sum(a != b for a, b in pairwise(rules))
+
+    made: dict[int, Any] = {}
+    assert changes(128) < changes(1) / 2
+    one, other = made.values()
+    assert (one.n, one.losses, one.certified) == (
+        other.n,
+        other.losses,
+        other.certified,
+    )
 
 
 def test_one_ledger_counts_for_all_folders(llama: Pair, tmp_path: Path) -> None:

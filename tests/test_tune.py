@@ -174,6 +174,30 @@ def test_a_group_without_minutes_is_named(tmp_path: Path) -> None:
         race.run(groups, Budget(1e-9))
 
 
+def test_prompts_are_timed_in_whole_batches(tmp_path: Path) -> None:
+    class Batches(Clock):
+        def generate_batch(
+            self, prompts: list[str], decoder: Decoder, batch_size: int
+        ) -> list[SimpleNamespace]:
+            assert batch_size == len(prompts) == 3
+            if decoder.max_new_tokens == 256:
+                asked.append(list(prompts))
+            return [SimpleNamespace(tokens=[1] * 5) for _ in prompts]
+
+    asked: list[list[str]] = []
+    turns = Turns(
+        Batches({}, {}),  # type: ignore[arg-type]
+        tmp_path / "told",
+        "here",
+        [f"p{i}" for i in range(8)],
+        batch_size=3,
+    )
+    setting = Decoder.of(window=4)
+    (timed,) = turns.take([setting], "timing").values()
+    assert asked == [["p0", "p1", "p2"], ["p3", "p4", "p5"]]
+    assert timed.tokens == [15, 15] and len(timed.seconds) == 2
+
+
 def test_engines_run_there_and_back(tmp_path: Path) -> None:
     """So that a machine that slows down steadily slows all alike."""
 

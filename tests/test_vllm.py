@@ -725,6 +725,12 @@ def test_on_a_gpu_a_vllm_ends_before_another_begins(
         monkeypatch.setattr("vllm.platforms.current_platform", platform)
         made._make_room(DIALOGUES[0])
         assert ended == wanted and (alone in made._running) == is_cpu
+        assert (made.ahead == 1) == is_cpu
+    monkeypatch.undo()
+    monkeypatch.setattr("lenience.integrations.vllm.engine.free_bytes", lambda _: 0)
+    made._running = {alone: SimpleNamespace(engine_core=SimpleNamespace(shutdown=int))}
+    made._make_room(EngineUse("target", 2, sampled=False))
+    assert alone not in made._running, "a CPU without memory"
     assert sum(kind.share for kind in DIALOGUES) == 1
 
 
@@ -796,7 +802,7 @@ def test_tuning_in_vllm_races_engines_and_certifies(
     made = tune(in_vllm, load_task("wordmath"), run, config)
     shifts = [window for window, _ in groupby(window for window, _ in asked)]
     assert shifts[:3] == [0, 2, WINDOW], "each engine once in the heat"
-    assert made.races.machine.endswith(f"vllm {vllm_version()}")
+    assert f"vllm {vllm_version()} enforce_eager=True" in made.races.machine
     assert Decoder.parse(made.races.alone.setting).window == 0
     assert Decoder.parse(made.races.strict.setting).window in (2, WINDOW)
     assert made.certificate.certified and made.speeds is not None

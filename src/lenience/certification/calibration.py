@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -98,7 +99,7 @@ class Calibration:
 
     def answers(self, decoder: Decoder, n: int, phase: str = "") -> list[Answer]:
         """Return a setting's answers to the first n prompts; `phase` labels the progress."""
-        samples = self.prompts.first(n)
+        samples = self.prompts.first(self._ahead(n))
         before = self._stricter.get(decoder)
         if before:
             known = self._answers.known(before, samples).values()
@@ -108,7 +109,12 @@ class Calibration:
         def shown(phase: str, done: int, total: int) -> None:
             self.progress(phase, done, self.most)
 
-        return self._get(decoder, samples, phase, shown)
+        return self._get(decoder, samples, phase, shown)[:n]
+
+    def _ahead(self, n: int) -> int:
+        """Return the number of prompts to answer if n are needed."""
+        ahead = self.pair.ahead
+        return max(n, min(self.most, math.ceil(n / ahead) * ahead))
 
     def alone(self, samples: Sequence[Sample], seed: int | None = None) -> list[Answer]:
         """Return the answers of the target alone; `seed`, if given, is the seed of a draw."""
@@ -158,11 +164,14 @@ class Calibration:
 
     def losses(self, decoder: Decoder, n: int, phase: str = "") -> NDArray:
         """Return the losses [n] in [0, 1] of a setting against the target alone; 0 if a label is
-        missing. With several draws a prompt's loss is the mean over its draws, and with several
-        windows the largest over its windows."""
-        at_windows = [
-            self._losses_at(window, n, phase) for window in self.at_windows(decoder)
-        ]
+        missing. With several windows, the loss of a draw is the largest over its windows. With
+        several draws, a prompt's loss is the mean over its draws."""
+        of_draws = [self._largest_loss(draw, n, phase) for draw in self._draws(decoder)]
+        return np.mean(of_draws, 0)
+
+    def _largest_loss(self, draw: Decoder, n: int, phase: str = "") -> NDArray:
+        """Return the largest losses [n] of one draw over the question's windows."""
+        at_windows = [self._losses_of(at, n, phase) for at in self.at_windows(draw)]
         return np.max(at_windows, 0)
 
     def at_windows(self, decoder: Decoder) -> list[Decoder]:
@@ -170,9 +179,9 @@ class Calibration:
         windows = self.config.windows[::-1] or (decoder.window,)
         return [replace(decoder, window=window) for window in windows]
 
-    def _losses_at(self, decoder: Decoder, n: int, phase: str = "") -> NDArray:
-        """Return the losses [n] of a setting at its window."""
-        return np.mean([self._losses_of(d, n, phase) for d in self._draws(decoder)], 0)
+    def _losses_at(self, decoder: Decoder, n: int) -> NDArray:
+        """Return the losses [n] of a setting at its window alone."""
+        return np.mean([self._losses_of(draw, n) for draw in self._draws(decoder)], 0)
 
     def _draws(self, decoder: Decoder) -> list[Decoder]:
         """Return a setting once per draw, with the draw's seed."""
@@ -321,12 +330,8 @@ class Calibration:
         wrong, as a mean over draws; None if the loss needs no references."""
         if not self.config.needs_references:
             return None
-        at_windows = [
-            np.mean([self._losses_of(draw, n) == 1 for draw in self._draws(at)], 0)
-            for at in self.at_windows(decoder)
-        ]
-        lost = np.max(at_windows, 0).sum()
-        return int(lost) if self.config.draws == 1 else float(lost)
+        lost = [self._largest_loss(draw, n) == 1 for draw in self._draws(decoder)]
+        return int(lost[0].sum()) if len(lost) == 1 else float(np.mean(lost, 0).sum())
 
     def decoding_of(self, row: TriedSetting) -> Decoder:
         """Return the decoder of a tested setting."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scipy.stats import binom
 
@@ -135,13 +135,14 @@ def save(folder: Path, certificate: Certificate) -> Path:
     new = certificate.to_json()
     path = folder / FILE
     known = {
-        other: read_json(other) for other in sorted(folder.glob("certificate-*.json"))
+        other: _as_now(read_json(other), other)
+        for other in sorted(folder.glob("certificate-*.json"))
     }
     numbers = range(1, len(known) + 2)
     free = next(
         p for n in numbers if not (p := folder / f"certificate-{n}.json").exists()
     )
-    before = read_json(path) if path.exists() else {}
+    before = _as_now(read_json(path), path) if path.exists() else {}
     if before.get("certified") and before != new:
         if certificate.certified is None:
             path = next(
@@ -153,6 +154,11 @@ def save(folder: Path, certificate: Certificate) -> Path:
                 os.replace(path.with_suffix(".html"), free.with_suffix(".html"))
     write_json(path, new)
     return path
+
+
+def _as_now(content: Any, path: Path) -> dict[str, Any]:
+    """Return a saved certificate with the fields of this version, to compare it with a new one."""
+    return Certificate.read(content, str(path)).to_json()
 
 
 @dataclass(frozen=True)
@@ -292,7 +298,7 @@ def _procedure(on: Calibration) -> str:
     error = 1 - config.confidence
     number = on.attempt.number
     windows = ", ".join(map(str, config.windows))
-    largest = f"Each prompt counts with its largest loss over windows {windows}. "
+    largest = f"Each answer counts with its largest loss over the windows {windows}. "
     return (
         f"{largest if windows else ''}Learn-then-Test: settings tested from strict to "
         "lenient until one fails, each by "

@@ -75,8 +75,9 @@ class CertifyConfig:
     """True to certify although the target is right so seldom that any decoder loses little. Not
     part of the question."""
     windows: tuple[int, ...] = ()
-    """Windows among which an engine may choose for each answer. A prompt's loss is then the largest
-    over these windows, so the bound holds for any choice. Default: the window of the options."""
+    """Windows among which an engine may choose for each answer. The loss of an answer is then the
+    largest over these windows, so the bound holds for any choice. Default: the window of the
+    options."""
     draws: int = 1
     """Number of sampled answers per prompt. The prompt stays the unit: its loss is the mean over
     its draws."""
@@ -122,7 +123,7 @@ class CertifyConfig:
             raise InputError(f"procedure binomial: needs losses of 0 or 1; {mend}")
         object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)))
         if self.windows:
-            self._take_widest()
+            self._check_windows()
         if not (self.rules or self.settings) or any(
             rule in BASELINES for rule in self.rules
         ):
@@ -132,25 +133,24 @@ class CertifyConfig:
         if "rule" in self.options:
             raise InputError("options: give rule in rules, not in options")
 
-    def _take_widest(self) -> None:
-        """Sort the windows, and let the widest stand for them in settings."""
+    def _check_windows(self) -> None:
+        """Sort the windows. Raises InputError for windows beside an option or settings that have
+        windows too."""
         windows = tuple(sorted(set(self.windows)))
         if "window" in self.options:
-            raise InputError("window: is one of windows; leave it out")
+            raise InputError("window: cannot be combined with windows")
         if self.settings:
-            raise InputError(
-                "windows: need rules, as settings have windows of their own"
-            )
+            raise InputError("windows: need rules, as settings have their own windows")
         if windows[0] < 1:
             raise InputError(f"windows {windows[0]}: must be 1 or more")
         object.__setattr__(self, "windows", windows)
-        widest = {**self.options, "window": windows[-1]}
-        object.__setattr__(self, "options", widest)
 
     @cached_property
     def decoder(self) -> Decoder:
-        """Return the decoder of the given options; its rule is not part of the question."""
-        return Decoder.of(self.options)
+        """Return the decoder of the given options; its rule is not part of the question. Of several
+        windows it has the widest."""
+        widest = {"window": max(self.windows)} if self.windows else {}
+        return Decoder.of({**self.options, **widest})
 
     def chains(self, shared: Decoder | None = None) -> list[list[Decoder]]:
         """Return chains of decoders from strict to lenient: one for each rule, then the given

@@ -22,7 +22,7 @@ HEATS = ((1, 0.5), (1, 0.6), (4, 0.3))
 """Number of turns of each heat, and the share of each group that stays after it. The first heats
 are short, as some settings are many times slower than others."""
 HEATS_OF_ENGINES = ((4, 0.25),)
-"""The same if settings need engines of their own: each heat starts them anew."""
+"""The same if several engines serve the settings: each heat starts them again."""
 
 
 class RaceResult(Record):
@@ -246,4 +246,4 @@ def _best(
             "more, or fewer windows and drafters"
         )
     raced.sort(key=lambda setting: -timed[setting].tokens_per_second)
-    return raced[: max(1, math.ceil(share * len(group)))]
+    return raced[: max(1, math.ceil(share * len(raced)))]

@@ -100,7 +100,7 @@ class Speeds(Record):
     """Settings that passed and may be the fastest, timed on the prompts of that choice. Empty if
     only one remained, or the choice was made on another machine."""
     batch_size: int = 1
-    """Number of prompts that were decoded together in each turn."""
+    """Number of prompts per batch, which is one turn."""
 
 
 def take_turns(
@@ -120,13 +120,13 @@ def take_turns(
         setting: Timed(setting=str(setting), tokens=[], seconds=[])
         for setting in settings
     }
-    for setting in settings:
-        progress(phase, 0, 0)
-        pair.generate(prompts[0], replace(setting, max_new_tokens=WARM_UP))
     batches = [
         prompts[first : first + batch_size]
         for first in range(0, len(prompts) - batch_size + 1, batch_size)
     ]
+    for setting in settings:
+        progress(phase, 0, 0)
+        _timed(pair, batches[0], replace(setting, max_new_tokens=WARM_UP))
     total = len(batches) * len(settings)
     for turn, (batch, setting) in enumerate(product(batches, settings)):
         progress(phase, turn, total)

@@ -78,10 +78,10 @@ class TuneConfig:
     """Number of prompts for the races, for the choice among settings that passed, and for its
     timing. Default: 80, or 16 for each prompt of a batch if those are more."""
     batch_size: int = 1
-    """Number of prompts that are decoded together while decoders are timed."""
+    """Number of prompts per batch while decoders are timed."""
     minutes: float = math.inf
-    """Minutes of the first heat after which no further engine starts, if settings need engines of
-    their own."""
+    """Time limit of the first heat in minutes: no further engine starts. Without effect if one
+    engine serves all decoders."""
 
     def __post_init__(self) -> None:
         for name in ("windows", "stops"):
@@ -305,7 +305,7 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
         drafters = [*GRID, *fitted]
     groups = [[replace(strict, window=0)]]
     for raced in (strict, *itertools.chain.from_iterable(chains)):
-        groups.append(group_of(pair, config, raced, drafters_for(raced.rule, drafters)))
+        groups.append(group_of(pair, config, raced, _drafters_of(raced.rule, drafters)))
     samples, place = _prompts(pair, task, folder, config, groups)
     return _Contest(
         pair,
@@ -415,6 +415,17 @@ def drafters_for(rule: Rule, drafters: Sequence[str]) -> list[str]:
         for name in drafters
         if all(Decoder.of(drafter=name).drafter.record == record for record in mined)
     ]
+
+
+def _drafters_of(rule: Rule, drafters: Sequence[str]) -> list[str]:
+    """Return `drafters_for` a rule. Raises InputError if there is none."""
+    found = drafters_for(rule, drafters)
+    if not found:
+        raise InputError(
+            f"drafter {', '.join(drafters)}: {rule} was mined with another drafter; name that one "
+            "too"
+        )
+    return found
 
 
 def group_of(

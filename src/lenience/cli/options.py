@@ -372,10 +372,10 @@ class TuneFlags(QuestionFlags):
     """Number of prompts for the races and for timing the settings that pass; they are used up.
     Default: 80, or 16 times --batch-size if that is more."""
     batch_size: int = 1
-    """Number of prompts that are decoded together while settings are timed."""
+    """Number of prompts per batch while settings are timed."""
     minutes: float | None = None
-    """Minutes after which no further engine of vLLM starts to race; each window and drafter needs
-    an engine of its own. Default: 30. Only with --engine vllm."""
+    """Time limit of the first heat in minutes, with --engine vllm: no further engine starts. The
+    final and the certificate come on top. Default: 30."""
     max_new_tokens: int | None = None
     """Maximum number of new tokens in an answer. Default: the task's own limit."""
 

@@ -163,7 +163,8 @@ def tune_run(pair: Pair, task: Task, run: Path, config: TuneConfig) -> Tuned:
     tuned = with_bars(tune, pair, task, run, config)
     print_races(tuned.races)
     print_certificate(run, tuned.certificate)
-    print_passed(tuned.speeds.passed if tuned.speeds else ())
+    if tuned.speeds:
+        print_passed(tuned.speeds.passed, tuned.speeds.batch_size)
     say(gained(tuned))
     return tuned
 

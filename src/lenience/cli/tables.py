@@ -195,7 +195,7 @@ def print_races(races: Races) -> None:
         say(f"did not race: {setting}: the {races.minutes:g} minutes were used up")
 
 
-def print_passed(passed: Sequence[Timed]) -> None:
+def print_passed(passed: Sequence[Timed], batch_size: int = 1) -> None:
     """Print the certified settings that were timed again, the fastest first."""
     from lenience.decoding.decoder import Decoder
 
@@ -208,8 +208,16 @@ def print_passed(passed: Sequence[Timed]) -> None:
         named.append(f"{_rule_name(decoder)}{window} {raced.tokens_per_second:.0f}")
     say(
         "the fastest settings that passed, timed again on "
-        f"{len(passed[0].tokens)} prompts, in tokens/s: {', '.join(named)}"
+        f"{_turns(passed[0], batch_size)}, in tokens/s: {', '.join(named)}"
     )
+
+
+def _turns(timed: Timed, batch_size: int) -> str:
+    """Return the number of prompts, or of batches, that a decoder was timed on."""
+    turns = len(timed.tokens)
+    if batch_size == 1:
+        return f"{turns} prompts"
+    return f"{turns} batches of {batch_size} prompts"
 
 
 def _rule_name(decoder: Decoder) -> str:
@@ -235,12 +243,7 @@ def gained(tuned: Tuned) -> str:
     if best.rule != Options.rule:
         over["the fastest strict decoding"] = speeds.certified.times(speeds.strict)
     ratios = " and ".join(f"{times} {name}" for name, times in over.items())
-    turns = len(speeds.certified.tokens)
-    over_turns = (
-        f"{turns} prompts"
-        if speeds.batch_size == 1
-        else f"{turns} batches of {speeds.batch_size} prompts"
-    )
+    over_turns = _turns(speeds.certified, speeds.batch_size)
     told = (
         f"{setting_name(best)} at a window of {best.window} makes {speed}: {ratios} "
         f"(95 % over {over_turns}), at a loss of at most "

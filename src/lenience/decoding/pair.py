@@ -82,6 +82,9 @@ class Pair:
     engine_name = OWN
     """Engine that runs the models: lenience's own loop, or another engine with its version."""
 
+    ahead = 1
+    """Number of prompts that are answered at a time although fewer are needed now: many if a change
+    between decoders takes long."""
     noise: dict[str, int] | None = None
     """Number of answers that differ between two runs of the same greedy requests on a reference
     server."""
@@ -133,6 +136,11 @@ class Pair:
     def forget(self) -> None:
         """Drop what the engine keeps of earlier prompts, so that timings do not depend on the order
         of answers. lenience's own loop keeps nothing."""
+
+    @property
+    def engine_setup(self) -> str:
+        """Return the engine with all that changes its speed."""
+        return self.engine_name
 
     @property
     def torch_threads(self) -> int | None:

@@ -330,7 +330,7 @@ def machine(pair: Pair) -> str:
             if pair.compiled
             else f"torch, {torch.get_num_threads()} threads"
         )
-    engine = engine if own else pair.engine_name
+    engine = engine if own else pair.engine_setup
     return f"{name}, {engine}" if engine else name
 
 

@@ -267,7 +267,6 @@ def narrowed(certified: Decoder, given: Mapping[str, Any]) -> Decoder:
     assert certified.bound_to is not None
     source = certified.bound_to.source
     asked = replace(certified, **given)
-    certified = _at_window(certified, asked)
     for name in given:
         same = getattr(asked, name) == getattr(certified, name)
         shorter = (
@@ -277,7 +276,7 @@ def narrowed(certified: Decoder, given: Mapping[str, Any]) -> Decoder:
             raise _differs(
                 source,
                 name,
-                getattr(certified, name),
+                repr(getattr(certified, name)),
                 getattr(asked, name),
             )
     return _with_ends(certified, asked)
@@ -302,9 +301,9 @@ def _with_ends(certified: Decoder, asked: Decoder) -> Decoder:
     return replace(certified, seed=asked.seed, ends=ends)
 
 
-def _differs(source: str, name: str, certified: Any, given: Any) -> InputError:
+def _differs(source: str, name: str, certified: str, given: Any) -> InputError:
     return InputError(
-        f"{source}: was certified with {name} {certified!r}, not {given!r}; give the same, or "
+        f"{source}: was certified with {name} {certified}, not {given!r}; give the same, or "
         "certify again"
     )
 
@@ -322,7 +321,10 @@ def _check_options(
         if name == "max_new_tokens" and own[name] < bound[name]:
             continue
         if own[name] != bound[name]:
-            raise _differs(rule, name, bound[name], own[name])
+            assert certified.bound_to is not None
+            several = certified.bound_to.windows if name == "window" else ()
+            known = ", ".join(map(str, several)) if several else repr(bound[name])
+            raise _differs(rule, name, known, own[name])
 
 
 def run_of(rule: str) -> Path:

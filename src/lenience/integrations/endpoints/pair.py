@@ -103,6 +103,7 @@ class ServedPair:
     engine_name = NAME
     draft = None
     compiled = False
+    ahead = 1
     models: Mapping[str, Any]
     noise: dict[str, int] | None = None
     candidate_noise: dict[str, dict[str, int]] | None = None

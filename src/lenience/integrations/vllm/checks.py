@@ -103,6 +103,8 @@ def check(server: ServedRule, config: Any) -> str:
         certificate = (
             f"certified: at most {bound:.2%} lost with {confidence:.0%} confidence"
         )
+        if schedule_of(speculative):
+            certificate += " in answers during which the window does not change"
     parts = [f"rule {rule}", heads, f"lenience {VERSION}", f"vLLM {found}", certificate]
     return ", ".join(part for part in parts if part)
 
@@ -250,9 +252,15 @@ def _check_certificate(
         )
 
 
+def schedule_of(speculative: Any) -> Sequence[tuple[int, int, int]]:
+    """Return the numbers of drafted tokens by batch size, (first, last, number); none if the number
+    is fixed."""
+    return getattr(speculative, "num_speculative_tokens_per_batch_size", None) or ()
+
+
 def _check_windows(speculative: Any, binds: Mapping[str, Any]) -> None:
     """Raise InputError for a window of the server that is not certified."""
-    schedule = getattr(speculative, "num_speculative_tokens_per_batch_size", None) or []
+    schedule = schedule_of(speculative)
     certified = binds.get("windows") or [binds["window"]]
     if schedule and "windows" not in binds:
         raise InputError(

@@ -11,6 +11,8 @@ from itertools import chain, count
 from typing import Any, Generic, TypeVar
 from weakref import finalize
 
+import torch
+
 from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.needs import Parts
 from lenience.core.types import Finish, Origin, Step, Trace
@@ -39,6 +41,7 @@ from lenience.integrations.vllm.checks import (
 from lenience.integrations.vllm.drafters import speculation
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM
+from lenience.models.memory import free_bytes
 from lenience.models.prompts import Prompt
 from lenience.serving.dial import ANY, KEY
 
@@ -79,8 +82,11 @@ DIALOGUES = (
 """Engines that predict and continue in dialogues, the smaller first: each takes its share of the
 free memory."""
 MEMORY = "gpu_memory_utilization"
-ENGINES_ON_CPU = 3
-"""Maximum number of engines that run at the same time on a CPU."""
+SPARE = 0.25
+"""Share of the memory that must be free before another engine starts on a CPU."""
+AHEAD = 256
+"""Number of prompts that a certificate's setting answers at a time on a GPU, where each change
+between settings may start an engine."""
 ALL_MEMORY = 0.9
 """Default of the argument MEMORY: the share of a GPU's memory that one engine may take."""
 
@@ -101,6 +107,17 @@ class VllmPair(Pair):
         self.engine_name = f"vllm {vllm_version()}"
         self._running: dict[EngineUse, Any] = {}
         self._numbers = count()
+
+    @property
+    def ahead(self) -> int:  # type: ignore[override]
+        """Return many prompts on a GPU, where one engine runs at a time."""
+        return 1 if _on_cpu() else AHEAD
+
+    @property
+    def engine_setup(self) -> str:
+        """Return vLLM's version with the arguments."""
+        given = [f"{name}={self.arguments[name]}" for name in sorted(self.arguments)]
+        return " ".join([self.engine_name, *given])
 
     def check(self, decoder: Decoder) -> None:
         super().check(decoder)
@@ -157,7 +174,10 @@ class VllmPair(Pair):
     def forget(self) -> None:
         """Empty the prefix caches, so that each answer reads its prompt."""
         for engine in self._running.values():
-            engine.reset_prefix_cache()
+            if not engine.reset_prefix_cache():
+                raise RunError(
+                    "vLLM: its prefix cache is in use by other requests, so no answer can be timed"
+                )
 
     def stream(
         self, prompt: Prompt, decoder: Decoder | None = None, **options: Any
@@ -267,16 +287,13 @@ class VllmPair(Pair):
         return self._running[kind]
 
     def _make_room(self, kind: EngineUse) -> None:
-        """End the engines that leave no room for one of this kind, the least recently used first.
-        On a GPU these are all, except those that share it with this kind, as each takes nearly all
-        of its memory."""
-        from vllm.platforms import current_platform
-
-        most = ENGINES_ON_CPU if current_platform.is_cpu() else 1
+        """End engines that leave no room for one of this kind, the least recently used first. On a
+        GPU these are all, except those that share it with this kind, as each takes nearly all of
+        its memory."""
         beside = DIALOGUES if kind in DIALOGUES else ()
-        others = [use for use in self._running if use not in beside]
-        kept = max(0, most - max(1, len(beside)))
-        for other in others[: max(0, len(others) - kept)]:
+        for other in [use for use in self._running if use not in beside]:
+            if _on_cpu() and not _is_crowded():
+                return
             _end(self._running.pop(other))
 
     def _drafting(self, kind: EngineUse) -> dict[str, Any]:
@@ -512,6 +529,19 @@ class _OpenRequest(Generic[T]):
             if self.use.window and Parts.PROBS in self.use.drafter.offers:
                 cost.draft_tokens += unread + max(0, drafted - 1)
             self.tokens += part.token_ids
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _is_crowded() -> bool:
+    """Return True if less than the share SPARE of the memory is free."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = free_bytes(torch.device("cpu"))
+    return free is not None and free < SPARE * total
 
 
 def _end(engine: Any) -> None:
