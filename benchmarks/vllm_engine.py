@@ -251,18 +251,20 @@ def main() -> None:
         "--timed", type=int, default=40, help="problems for tokens per second"
     )
     parser.add_argument("--windows", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--only", nargs="+", help="plugin, fidelity, mining, speeds")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     judge = fit_judge(given.work)
     samples = list(WordMath().samples("test"))
-    figures = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "plugin": plugin(samples[: given.same], given.processes, 3),
-        "fidelity": fidelity(judge, samples[: given.problems]),
-        "mining": mining(given.work, given.mined),
-        "speeds": speeds(judge, samples[: given.timed], given.windows),
+    parts = {
+        "plugin": lambda: plugin(samples[: given.same], given.processes, 3),
+        "fidelity": lambda: fidelity(judge, samples[: given.problems]),
+        "mining": lambda: mining(given.work, given.mined),
+        "speeds": lambda: speeds(judge, samples[: given.timed], given.windows),
     }
-    print(json.dumps(recorded(figures), indent=1))
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    figures = {name: parts[name]() for name in given.only or parts}
+    print(json.dumps(recorded({"machine": machine, **figures}), indent=1))
 
 
 if __name__ == "__main__":
