@@ -333,6 +333,19 @@ def test_that_no_answer_is_right_is_told(checkpoints, tmp_path: Path) -> None:
     )
 
 
+def test_windows_are_given_with_commas(tmp_path: Path) -> None:
+    flags = ["--limit", 20, "--max-drop", 0.5, "--rule", "topk:2", "--no-compile"]
+    made = last_json(run("certify", tmp_path, "--windows", "2,4", *flags, "--json"))
+    assert made["binds"]["windows"] == [2, 4] and made["binds"]["window"] == 4
+    for wrong, why in (
+        (("--windows", "2 4"), "--windows 2 4: give numbers with commas"),
+        (("--windows", "2,4", "--window", 8), "window: cannot be combined"),
+        (("--windows", "0,4"), "windows 0: must be 1 or more"),
+    ):
+        done = run("certify", tmp_path, *wrong, *flags)
+        assert done.returncode == 2 and why in done.stderr, done.stderr
+
+
 def test_wrong_input_ends_a_process_with_2() -> None:
     done = spawn("generate", "x", "--rule", "tokp:3")
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1

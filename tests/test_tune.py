@@ -27,13 +27,14 @@ from lenience.certification.races import (
 )
 from lenience.certification.speeds import Speeds, Timed
 from lenience.certification.tune import (
+    Races,
     TuneConfig,
     _Choice,
     _fast,
     drafters_for,
     tune,
 )
-from lenience.cli.tables import gained, print_passed
+from lenience.cli.tables import gained, print_passed, print_races
 from lenience.core.errors import RunError
 from lenience.core.progress import silent
 from lenience.decoding.decoder import Decoder
@@ -164,6 +165,25 @@ def test_no_engine_starts_for_which_no_minutes_are_left(
     assert engines.started == [0, 2, 4, 0, 4]
     assert {d.window for d in budget.late} == {8, 16} and len(budget.late) == 4
     assert [Decoder.parse(one.setting).window for one in won] == [0, 4, 4]
+
+
+def test_what_did_not_race_is_named_and_races_with_more_minutes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = RaceResult(setting="exact; window=0", tokens_per_second=1.0)
+    late = Races(
+        machine="here",
+        alone=one,
+        strict=one,
+        lenient=[],
+        late=["window 8, drafter model"],
+        minutes=3,
+    )
+    print_races(late)
+    said = capsys.readouterr().err
+    assert "did not race: window 8, drafter model: the 3 minutes were used up" in said
+    assert late.is_short_of(4) and not late.is_short_of(3)
+    assert not late.model_copy(update={"late": []}).is_short_of(4)
 
 
 def test_a_group_without_minutes_is_named(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ class Races(Record):
     refused: list[str] = Field(default_factory=list)
     """Reasons why drafters trained in the run folder did not race."""
     late: list[str] = Field(default_factory=list)
-    """Decoders that did not race, as the minutes were used up."""
+    """Windows and drafters that did not race, as the minutes were used up."""
     minutes: float | None = None
     """Minutes that were given; None without a limit."""
 
@@ -340,11 +340,15 @@ def _races(contest: _Contest, progress: Progress) -> Races:
         strict=next(won),
         lenient=[[next(won) for _ in chain] for chain in contest.chains],
         refused=contest.refused,
-        late=[str(decoder.without_paths()) for decoder in budget.late],
+        late=list(dict.fromkeys(map(_window_and_drafter, budget.late))),
         minutes=None if math.isinf(config.minutes) else config.minutes,
     )
     write_json(path, races.to_json())
     return races
+
+
+def _window_and_drafter(decoder: Decoder) -> str:
+    return f"window {decoder.window}, drafter {decoder.without_paths().drafter}"
 
 
 @dataclass(frozen=True)

@@ -334,9 +334,9 @@ class CertifyFlags(QuestionFlags):
     nothing."""
     pilot: int = 40
     """Number of prompts in the pilot; they cannot be used again."""
-    windows: tuple[int, ...] = ()
-    """Windows among which the engine may choose for each answer; a loss at any of them counts.
-    Default: only --window."""
+    windows: str | None = None
+    """Windows among which the engine may choose for each answer, such as 2,4,8; a loss at any of
+    them counts. Default: only --window."""
     each: Flag = False
     """Test every candidate server on its own, with a shared error budget. Default: in the order
     given, up to the first that does not pass."""
@@ -353,8 +353,20 @@ class CertifyFlags(QuestionFlags):
             raise InputError(f"--pilot {self.pilot}: must be 1 or more")
         if self.servers.named:
             self.ask_about(self.servers.settings(), self.each)
-        self._windows = self.windows
+        self._windows = _several_windows(self.windows)
         return self.question(run, options)
+
+
+def _several_windows(given: str | None) -> tuple[int, ...]:
+    """Return the windows of --windows. Raises InputError for other text."""
+    if given is None:
+        return ()
+    try:
+        return tuple(int(window) for window in given.split(","))
+    except ValueError:
+        raise InputError(
+            f"--windows {given}: give numbers with commas between them, such as 2,4,8"
+        ) from None
 
 
 @Parameter(name="*")

@@ -191,8 +191,8 @@ def print_races(races: Races) -> None:
     wide(110).print(table)
     for why in races.refused:
         say(f"did not race: {why}")
-    for setting in races.late:
-        say(f"did not race: {setting}: the {races.minutes:g} minutes were used up")
+    for engine in races.late:
+        say(f"did not race: {engine}: the {races.minutes:g} minutes were used up")
 
 
 def print_passed(passed: Sequence[Timed], batch_size: int = 1) -> None:
