@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -23,6 +24,7 @@ import pytest
 from local_server import LocalHandler, LocalServer
 from test_cli import run
 
+import lenience
 from lenience.certification.audit import Audit, AuditConfig, LivePrompt, audit
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
@@ -33,6 +35,7 @@ from lenience.cli.options import AuditFlags, CertifyFlags, CompareFlags, PromptF
 from lenience.cli.servers import Servers
 from lenience.core.errors import InputError, RunError
 from lenience.decoding.decoder import Decoder
+from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.integrations.endpoints.client import Client
 from lenience.integrations.endpoints.endpoint import Endpoint
@@ -395,6 +398,26 @@ def test_another_model_or_version_is_noticed(server: Server) -> None:
     server.version = "2.0"
     with pytest.raises(RunError, match="its /version has changed"):
         pair.generate_batch(["1+1"], rule="target")
+
+
+def test_servers_have_all_that_is_asked_of_a_pair(server: Server) -> None:
+    """Whatever certificates and comparisons read of a pair; races are not for servers."""
+    package = Path(lenience.__file__).parent
+    files = [
+        path
+        for folder in ("certification", "evaluation", "runs")
+        for path in (package / folder).glob("*.py")
+        if path.name not in ("races.py", "tune.py")
+    ]
+    asked = {
+        name
+        for path in files
+        for name in re.findall(r"\bpair\.(\w+)", path.read_text())
+        if hasattr(Pair, name)
+    }
+    assert {"engine_setup", "generate", "fingerprints"} <= asked
+    served = pair_of(server)
+    assert [name for name in sorted(asked) if not hasattr(served, name)] == []
 
 
 def test_keys_go_into_headers_alone(

@@ -101,6 +101,7 @@ class ServedPair:
     that does not answer, or two candidates with one name."""
 
     engine_name = NAME
+    engine_setup = NAME
     draft = None
     compiled = False
     ahead = 1
