@@ -241,7 +241,7 @@ def test_where_changing_takes_long_many_prompts_are_answered_at_a_time(
 
     def changes(ahead: int) -> int:
         pair = Stub(llama, after(0, 40))
-        pair.ahead = ahead
+        pair.answers_at_a_time = ahead
         asked = question(max_drop=0.05, limit=300, home=tmp_path / str(ahead))
         made[ahead] = certify(pair, Rows(3000), tmp_path / f"run-{ahead}", asked)
         rules = [rule for _, rule in pair.asked]

@@ -58,10 +58,10 @@ class Clock:
         speed = self.speeds[setting] * self.luck.get((prompt, setting), 1)
         return SimpleNamespace(tokens=[1] * 60, seconds=60 / speed)
 
-    def shifts(self, decoders: list[Decoder]) -> list[list[Decoder]]:
+    def by_engine(self, decoders: list[Decoder]) -> list[list[Decoder]]:
         return [decoders]
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         pass
 
 
@@ -98,7 +98,7 @@ class Engines(Clock):
         super().__init__(speeds, {})
         self.started = list[int]()
 
-    def shifts(self, decoders: list[Decoder]) -> list[list[Decoder]]:
+    def by_engine(self, decoders: list[Decoder]) -> list[list[Decoder]]:
         windows = sorted({int(decoder.window) for decoder in decoders})
         return [[d for d in decoders if d.window == window] for window in windows]
 

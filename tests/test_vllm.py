@@ -725,7 +725,7 @@ def test_on_a_gpu_a_vllm_ends_before_another_begins(
         monkeypatch.setattr("vllm.platforms.current_platform", platform)
         made._make_room(DIALOGUES[0])
         assert ended == wanted and (alone in made._running) == is_cpu
-        assert (made.ahead == 1) == is_cpu
+        assert (made.answers_at_a_time == 1) == is_cpu
     monkeypatch.undo()
     monkeypatch.setattr("lenience.integrations.vllm.engine.free_bytes", lambda _: 0)
     made._running = {alone: SimpleNamespace(engine_core=SimpleNamespace(shutdown=int))}
@@ -755,7 +755,7 @@ def test_a_comparison_runs_in_vllm(
     assert f"vllm {vllm_version()}" in frontier.machine
 
 
-def test_an_answer_after_forgetting_reads_its_prompt(in_vllm: VllmPair) -> None:
+def test_an_answer_after_a_reset_reads_its_prompt(in_vllm: VllmPair) -> None:
     decoder = in_vllm.decoder({"rule": "exact", "window": WINDOW, "max_new_tokens": 8})
     prompt = [3 + i % 80 for i in range(300)]  # longer than a block of the cache
 
@@ -772,7 +772,7 @@ def test_an_answer_after_forgetting_reads_its_prompt(in_vllm: VllmPair) -> None:
 
     in_vllm.generate(prompt, decoder)
     assert cached() > 0
-    in_vllm.forget()
+    in_vllm.reset_prefix_cache()
     assert cached() == 0
 
 

@@ -113,8 +113,8 @@ class Calibration:
 
     def _ahead(self, n: int) -> int:
         """Return the number of prompts to answer if n are needed."""
-        ahead = self.pair.ahead
-        return max(n, min(self.most, math.ceil(n / ahead) * ahead))
+        size = self.pair.answers_at_a_time
+        return max(n, min(self.most, math.ceil(n / size) * size))
 
     def alone(self, samples: Sequence[Sample], seed: int | None = None) -> list[Answer]:
         """Return the answers of the target alone; `seed`, if given, is the seed of a draw."""

@@ -58,7 +58,7 @@ PROMISES_NOT = (
     "that an answer which is right is worded as the target would have worded it",
 )
 
-MIXED = "an answer during which the window changes: each window decoded whole answers"
+MIXED = "an answer during which the window changes; each tested answer has one window"
 """Gap in the promise of a certificate for several windows."""
 
 

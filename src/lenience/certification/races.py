@@ -45,24 +45,24 @@ class Budget:
         self._ends = time.monotonic() + 60 * self.minutes
         self._longest = 0.0
 
-    def allows(self, shift: Sequence[Decoder]) -> bool:
-        """Return True if as much time is left as the longest shift took. The first shift, and the
-        target alone, always race."""
-        if not _drafts(shift) or not self._longest:
+    def allows(self, served: Sequence[Decoder]) -> bool:
+        """Return True if as much time is left as the slowest engine took. The first engine, and
+        the target alone, always race."""
+        if not _drafts(served) or not self._longest:
             return True
         allowed = time.monotonic() + self._longest <= self._ends
         if not allowed:
-            self.late += shift
+            self.late += served
         return allowed
 
-    def took(self, shift: Sequence[Decoder], seconds: float) -> None:
-        """Record the time that a shift took."""
-        if _drafts(shift):
+    def took(self, served: Sequence[Decoder], seconds: float) -> None:
+        """Record the time that an engine took."""
+        if _drafts(served):
             self._longest = max(self._longest, seconds)
 
 
-def _drafts(shift: Sequence[Decoder]) -> bool:
-    return any(decoder.window for decoder in shift)
+def _drafts(served: Sequence[Decoder]) -> bool:
+    return any(decoder.window for decoder in served)
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class Turns:
         settings = list(dict.fromkeys(settings))
         runs = self._runs(settings)
         timed = dict[str, Timed]()
-        for number, (part, shift) in enumerate(runs, 1):
+        for number, (part, served) in enumerate(runs, 1):
             engine = f", engine {number} of {len(runs)}" if len(runs) > 1 else ""
-            for one in self._shift(shift, part, phase + engine, progress, budget):
+            for one in self._of_engine(served, part, phase + engine, progress, budget):
                 before = timed.get(one.setting)
                 timed[one.setting] = before.joined(one) if before else one
         return {
@@ -107,18 +107,18 @@ class Turns:
         }
 
     def _runs(self, settings: Sequence[Decoder]) -> list[tuple[slice, list[Decoder]]]:
-        """Return the shifts in their order, each with its part of the prompts."""
-        shifts = self.pair.shifts(settings)
+        """Return the decoders of each engine, with their part of the prompts, in running order."""
+        by_engine = self.pair.by_engine(settings)
         n = len(self.prompts)
         half = n // self.batch_size // 2 * self.batch_size
-        if not self.returns or len(shifts) == 1 or not half:
-            return [(slice(0, n), shift) for shift in shifts]
-        there = [(slice(0, half), shift) for shift in shifts]
-        return there + [(slice(half, n), shift) for shift in reversed(shifts)]
+        if not self.returns or len(by_engine) == 1 or not half:
+            return [(slice(0, n), served) for served in by_engine]
+        there = [(slice(0, half), served) for served in by_engine]
+        return there + [(slice(half, n), served) for served in reversed(by_engine)]
 
-    def _shift(
+    def _of_engine(
         self,
-        shift: Sequence[Decoder],
+        served: Sequence[Decoder],
         part: slice,
         phase: str,
         progress: Progress,
@@ -126,42 +126,42 @@ class Turns:
     ) -> list[Timed]:
         """Return the timings of the decoders of one engine on a part of the prompts, saved or
         measured now; none if the budget has no time left."""
-        known = self._known(shift, part)
+        known = self._known(served, part)
         if known is not None:
             return known
-        if budget and not budget.allows(shift):
+        if budget and not budget.allows(served):
             return []
         began = time.monotonic()
         taken = take_turns(
             self.pair,
-            shift,
+            served,
             self.prompts[part],
             phase,
             progress,
             batch_size=self.batch_size,
         )
         if budget:
-            budget.took(shift, time.monotonic() - began)
+            budget.took(served, time.monotonic() - began)
         timed = list(taken.values())
         turns = TimedTurns(machine=self.machine, timed=timed)
-        write_json(self._path(shift, part), turns.to_json())
+        write_json(self._path(served, part), turns.to_json())
         return timed
 
     def known(self, settings: Sequence[Decoder]) -> list[Timed] | None:
         """Return the saved timings; None if some decoders have not been timed on this machine."""
         settings = list(dict.fromkeys(settings))
         runs = self._runs(settings)
-        if any(self._known(shift, part) is None for part, shift in runs):
+        if any(self._known(served, part) is None for part, served in runs):
             return None
         return list(self.take(settings, "").values())
 
-    def _known(self, shift: Sequence[Decoder], part: slice) -> list[Timed] | None:
-        path = self._path(shift, part)
+    def _known(self, served: Sequence[Decoder], part: slice) -> list[Timed] | None:
+        path = self._path(served, part)
         turns = TimedTurns.read(read_json(path), str(path)) if path.exists() else None
         return turns.timed if turns and turns.machine == self.machine else None
 
-    def _path(self, shift: Sequence[Decoder], part: slice) -> Path:
-        identity: list[object] = [*map(str, shift)]
+    def _path(self, served: Sequence[Decoder], part: slice) -> Path:
+        identity: list[object] = [*map(str, served)]
         if (part.start, part.stop) != (0, len(self.prompts)):
             identity += [part.start, part.stop]
         return self.path.with_name(f"{self.path.name}-{digest(identity)}.json")
@@ -231,7 +231,7 @@ def heats_of(
 ) -> tuple[tuple[int, float], ...]:
     """Return the number of turns of each heat, and the share that stays after it."""
     settings = list(dict.fromkeys(itertools.chain.from_iterable(groups)))
-    return HEATS if len(pair.shifts(settings)) == 1 else HEATS_OF_ENGINES
+    return HEATS if len(pair.by_engine(settings)) == 1 else HEATS_OF_ENGINES
 
 
 def _best(

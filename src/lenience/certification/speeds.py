@@ -130,7 +130,7 @@ def take_turns(
     total = len(batches) * len(settings)
     for turn, (batch, setting) in enumerate(product(batches, settings)):
         progress(phase, turn, total)
-        pair.forget()
+        pair.reset_prefix_cache()
         tokens, seconds = _timed(pair, batch, setting)
         timed[setting].tokens.append(tokens)
         timed[setting].seconds.append(seconds)

@@ -82,7 +82,7 @@ class Pair:
     engine_name = OWN
     """Engine that runs the models: lenience's own loop, or another engine with its version."""
 
-    ahead = 1
+    answers_at_a_time = 1
     """Number of prompts that are answered at a time although fewer are needed now: many if a change
     between decoders takes long."""
     noise: dict[str, int] | None = None
@@ -128,12 +128,12 @@ class Pair:
         `lenience.models.compile.compile_model`. Return True if all models are compiled."""
         return all([compile_model(lm, export=export) for lm in self.models.values()])
 
-    def shifts(self, decoders: Sequence[Decoder]) -> list[list[Decoder]]:
+    def by_engine(self, decoders: Sequence[Decoder]) -> list[list[Decoder]]:
         """Return the decoders in groups that can take turns: those of one engine, in the order in
         which engines run. lenience's own loop runs them all."""
         return [list(decoders)]
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Drop what the engine keeps of earlier prompts, so that timings do not depend on the order
         of answers. lenience's own loop keeps nothing."""
 

@@ -596,7 +596,7 @@ class Comparison:
         return dict(zip((str(setting.decoder) for setting in settings), seconds))
 
     def _generate(self, sample: Sample, decoder: Decoder) -> Generation:
-        self.pair.forget()
+        self.pair.reset_prefix_cache()
         return self.pair.generate(sample.prompt, decoder)
 
 

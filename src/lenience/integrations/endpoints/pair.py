@@ -104,7 +104,7 @@ class ServedPair:
     engine_setup = NAME
     draft = None
     compiled = False
-    ahead = 1
+    answers_at_a_time = 1
     models: Mapping[str, Any]
     noise: dict[str, int] | None = None
     candidate_noise: dict[str, dict[str, int]] | None = None
@@ -133,7 +133,7 @@ class ServedPair:
         self.target = ServedModel(reference, self.identity(reference))
         self.models = {"target": self.target}
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Do nothing: what servers keep of earlier prompts is theirs."""
 
     @cached_property

@@ -109,7 +109,7 @@ class VllmPair(Pair):
         self._numbers = count()
 
     @property
-    def ahead(self) -> int:  # type: ignore[override]
+    def answers_at_a_time(self) -> int:  # type: ignore[override]
         """Return many prompts on a GPU, where one engine runs at a time."""
         return 1 if _on_cpu() else AHEAD
 
@@ -160,18 +160,16 @@ class VllmPair(Pair):
                 "forced_eos_token_id, which vLLM does not know; set it to None"
             )
 
-    def shifts(self, decoders: Sequence[Decoder]) -> list[list[Decoder]]:
+    def by_engine(self, decoders: Sequence[Decoder]) -> list[list[Decoder]]:
         """Return the decoders of each engine: first the target alone, then the engines that serve
         the most decoders."""
-        by_engine = dict[EngineUse, list[Decoder]]()
+        served = dict[EngineUse, list[Decoder]]()
         for decoder in decoders:
-            by_engine.setdefault(_engine_use(decoder), []).append(decoder)
-        order = sorted(
-            by_engine, key=lambda use: (use.window > 0, -len(by_engine[use]))
-        )
-        return [by_engine[use] for use in order]
+            served.setdefault(_engine_use(decoder), []).append(decoder)
+        order = sorted(served, key=lambda use: (use.window > 0, -len(served[use])))
+        return [served[use] for use in order]
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the prefix caches, so that each answer reads its prompt."""
         for engine in self._running.values():
             if not engine.reset_prefix_cache():
