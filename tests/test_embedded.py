@@ -150,7 +150,7 @@ def test_an_automatic_window_leaves_a_stop_of_another_draft_alone(
     """Though it would be the fastest."""
     fastest = partial(Drafting, tokens_per_second=1e9)
     monkeypatch.setattr(
-        "lenience.decoding.pair.stopped", lambda *args: fastest(32, args[2])
+        "lenience.decoding.auto_window.stopped", lambda *args: fastest(32, args[2])
     )
     shutil.copytree(EMBEDDED / "draft", tmp_path / "draft")
     weights = load_file(tmp_path / "draft/model.safetensors")

@@ -495,7 +495,9 @@ def test_the_window_with_most_tokens_a_second_is_picked(
     pair = Pair(llama.target, llama.target, "itself")
     seconds = {w: 1 + cost * (w if w < 2 or cost < 0.1 else 4 * w) for w in CANDIDATES}
     seconds[0] = 1.0 if cost < 1 else 0.4
-    monkeypatch.setattr("lenience.decoding.pair.cycle_seconds", lambda *_: seconds)
+    monkeypatch.setattr(
+        "lenience.decoding.auto_window.cycle_seconds", lambda *_: seconds
+    )
     assert pair.settle([[3, 4, 5]], window="auto", max_new_tokens=40).window == picked
 
 
@@ -552,7 +554,7 @@ def test_an_automatic_window_takes_the_stop_of_its_own_judge_alone(
         Inputs(("draft",), ("previous",)), tmp_path / "stop", FitConfig(role="stop")
     )
     curve = {w: 1.0 + w for w in CANDIDATES}
-    monkeypatch.setattr("lenience.decoding.pair.cycle_seconds", lambda *_: curve)
+    monkeypatch.setattr("lenience.decoding.auto_window.cycle_seconds", lambda *_: curve)
     asked: dict = {"rule": rule, "window": "auto", "max_new_tokens": 40}
     fit_run(llama, tmp_path, plan)  # of what the strict rule rejects
     assert learned_stops(parse_rule(rule)) == []
@@ -566,7 +568,7 @@ def test_an_automatic_window_takes_the_stop_of_its_own_judge_alone(
         tried.append((stop, cycles))
         return Drafting(32, stop, 99.0 if stop == fastest else 0.0)
 
-    monkeypatch.setattr("lenience.decoding.pair.stopped", best)
+    monkeypatch.setattr("lenience.decoding.auto_window.stopped", best)
     out = Pair(llama.target, llama.draft, "anew").generate([3, 4, 5], **asked)
     assert (out.window, out.stop) == (32, str(fastest))
     assert [stop for stop, _ in tried] == found

@@ -21,6 +21,7 @@ from lenience.core.needs import Parts
 from lenience.core.noise import Noise
 from lenience.core.trees import depths, followed, lineage, paths
 from lenience.core.types import Draft, Reading
+from lenience.decoding.auto_window import Chooser
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.parsing import parse_tree
@@ -181,7 +182,8 @@ def trees_of(seed: int, rows: int, n: int) -> tuple[Draft, Reading, Context]:
 
 
 LENIENT = ("topk:2", "topk:3", "typical:0.3,0.55", "fuzzy:js@0.4", "random:0.5", "topk:3,budget=1",
-           "exact", "exact|fuzzy:tv@0.6,floor=0.05", "ensemble:0.4", "fly:0.1,1")  # fmt: skip
+           "exact", "exact|fuzzy:tv@0.6,floor=0.05", "ensemble:0.4",
+           "cascade:token3@0.5", "fly:0.1,1")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -574,9 +576,9 @@ def test_what_is_picked_is_what_is_estimated_to_be_fastest(
     monkeypatch.setattr(llama, "_picked", {})
     seconds = {"chain": 1.0, "dynamic:4": 1.1, "dynamic:8": 0.1}
     monkeypatch.setattr(
-        llama,
+        Chooser,
         "_cycle_seconds",
-        lambda ids, size, setup: {8: seconds.get(str(setup.tree), 2.0)},
+        lambda self, ids, size, setup: {8: seconds.get(str(setup.tree), 2.0)},
     )
     assert llama.settle(
         [[3, 4, 5]], tree="auto", window="auto", seed=9

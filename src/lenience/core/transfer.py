@@ -38,3 +38,14 @@ def to_host_async(numbers: Tensor) -> Callable[[], list[Any]]:
         return host.tolist()
 
     return arrived
+
+
+def waiting_for(devices: set[torch.device]) -> Callable[[], None] | None:
+    """Return a function that synchronises the GPUs among the devices; None if there are no GPUs."""
+    gpus = [device for device in devices if device.type == "cuda"]
+
+    def wait() -> None:
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+
+    return wait if gpus else None

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from lenience.core.context import Context, Row
+from lenience.core.errors import InputError
+from lenience.core.needs import Parts
+from lenience.core.noise import Noise
 from lenience.core.protocols import Drafter, Rule
+from lenience.core.types import Step
+from lenience.decoding.decoder import Decoder, Ends
 from lenience.decoding.loop import cycle
-from lenience.drafting.stops import Likely, Stop
+from lenience.drafting.stops import Fixed, Likely, Stop
 from lenience.drafting.trees.shapes import Chain, Tree
 from lenience.heads.head import load_head
 from lenience.models.session import Session
@@ -122,3 +128,130 @@ def cycle_seconds(
             seconds[window].append(time.perf_counter() - began)
         rounds += 1
     return {window: statistics.median(taken[1:]) for window, taken in seconds.items()}
+
+
+class Decodes(Protocol):
+    """The pair whose cycles are counted and timed."""
+
+    @property
+    def compiled(self) -> bool: ...
+
+    def check(self, decoder: Decoder) -> None: ...
+
+    def context(self, decoder: Decoder) -> Context: ...
+
+    def engine(
+        self, decoder: Decoder, rows: int, capacity: int
+    ) -> tuple[Session, Drafter]: ...
+
+    def steps(
+        self, prompts: Sequence[list[int]], decoder: Decoder, batch_size: int
+    ) -> Iterator[Step]: ...
+
+
+@dataclass
+class Chooser:
+    """Choose the window, the stop condition and the tree of a pair's decoders.
+
+    A pilot on a few prompts counts the tokens that the rule accepts. A cycle is timed at each
+    window of CANDIDATES and for each tree. If no stop condition is given, a stop head next to the
+    judge that learned the judge's rejections is tried too, at the widest window.
+    """
+
+    pair: Decodes
+    picked: dict[Hashable, Drafting]
+    """Earlier choices by decoder, batch size and whether the pair is compiled."""
+
+    def settled(self, ids: list[list[int]], size: int, decoder: Decoder) -> Decoder:
+        """Return the decoder with a number as its window, for prompts `ids` in batches of `size`.
+        For "auto", the window, the stop condition and the tree are the fastest."""
+        if decoder.proposer is None or not ids:
+            return replace(decoder, window=0)
+        if decoder.window != "auto":
+            return decoder
+        free = replace(
+            decoder,
+            seed=0,
+            seeds_by_prompt=False,
+            stop_strings=(),
+            ends=Ends(),
+            max_new_tokens=PILOT_TOKENS,
+        )
+        key = free, size, self.pair.compiled
+        if key not in self.picked:
+            self.picked[key] = self._pick(ids, size, decoder)
+        picked = self.picked[key]
+        return replace(
+            decoder, window=picked.window, stop=picked.stop, tree=picked.tree
+        )
+
+    def _pick(self, ids: list[list[int]], size: int, decoder: Decoder) -> Drafting:
+        trees = decoder.tree.choices() or [decoder.tree]
+        picked = [
+            replace(
+                self._pick_ending(ids, size, replace(decoder, tree=tree)), tree=tree
+            )
+            for tree in trees
+        ]
+        return max(picked, key=lambda drafting: drafting.tokens_per_second)
+
+    def _pick_ending(
+        self, ids: list[list[int]], size: int, decoder: Decoder
+    ) -> Drafting:
+        seconds = self._cycle_seconds(ids, size, decoder)
+        tried = [fastest_window(self._pilot(ids, size, decoder), seconds, decoder.stop)]
+        asks = Parts.STATES in decoder.drafter.offers and not decoder.branches
+        stops = (
+            learned_stops(decoder.rule)
+            if asks and isinstance(decoder.stop, Fixed)
+            else []
+        )
+        if stops and self._can_ask(stops[0], decoder):
+            # time cycles in which the stop condition is queried but ends no window
+            asked = replace(decoder, stop=replace(stops[0], threshold=1.0))
+            seconds = self._cycle_seconds(ids, size, asked)
+            for stop in stops:
+                cycles = self._pilot(ids, size, replace(decoder, stop=stop))
+                tried.append(stopped(cycles, seconds, stop))
+        return max(tried, key=lambda drafting: drafting.tokens_per_second)
+
+    def _can_ask(self, stop: Stop, decoder: Decoder) -> bool:
+        """Return True if a stop condition works with the pair: its head may be for another draft
+        than the rule's judge."""
+        try:
+            self.pair.check(replace(decoder, stop=stop))
+        except InputError:
+            return False
+        return True
+
+    def _pilot(self, ids: list[list[int]], size: int, decoder: Decoder) -> list[Cycle]:
+        """Return the numbers of drafted and accepted tokens of cycles with the widest window, on a
+        few prompts."""
+        widest = replace(
+            decoder,
+            window=max(CANDIDATES),
+            max_new_tokens=PILOT_TOKENS,
+            stop_strings=(),
+            ends=Ends(),
+        )
+        steps = self.pair.steps(ids[:PILOT_PROMPTS], widest, size)
+        return [(step.drafted, step.kept) for step in steps]
+
+    def _cycle_seconds(
+        self, ids: list[list[int]], size: int, decoder: Decoder
+    ) -> dict[int, float]:
+        """Return the median seconds of a cycle at each window."""
+        widest = replace(decoder, window=max(CANDIDATES))
+        if not decoder.stop.per_token:
+            # a schedule that adapts to accepted tokens would narrow the windows to be timed
+            widest = replace(widest, stop=Fixed())
+        prompts = [ids[i % len(ids)] for i in range(size)]
+        capacity = max(map(len, prompts)) + max(CANDIDATES)
+        session, drafter = self.pair.engine(widest, size, capacity)
+        # position 1, because some drafters propose nothing in an answer's first cycle
+        rows = [
+            Row(Noise.for_prompt(decoder.seed, prompt), list(prompt), position=1)
+            for prompt in prompts
+        ]
+        ctx = self.pair.context(widest)
+        return cycle_seconds(session, drafter, decoder.rule, ctx, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 
 from lenience.core.errors import InputError
@@ -183,3 +184,43 @@ def _check_fit(
         head.check_temperature(decoder.temperature)
         for role in head.head.inputs.models:
             models[role].check_states()
+
+
+def warn_of_another_drafter(decoder: Decoder) -> None:
+    """Warn of a judge that was mined with another drafter."""
+    drafter = decoder.drafter
+    for part in decoder.rule.heads:
+        if part.head.drafter != drafter.record:
+            mined = (part.head.drafter or {"spec": "model"})["spec"]
+            warnings.warn(
+                f"rule {decoder.rule}, drafter {drafter}: the judge was mined with drafter "
+                f"{mined} and may lose far more answers on this one's tokens; certify it",
+                stacklevel=4,
+            )
+            return
+
+
+def warn_of_translation(target: LM, draft: LM) -> None:
+    """Warn that the proposals of a draft with another tokenizer are translated."""
+    if shares_vocabulary(target, draft):
+        return
+    ours = target.tokenizer.get_vocab()
+    theirs = draft.tokenizer.get_vocab()
+    both = ours.keys() & theirs.keys()
+    differences = {
+        "tokens of the target that the draft lacks": ours.keys() - theirs.keys(),
+        "tokens of the draft that the target lacks": theirs.keys() - ours.keys(),
+        "tokens with another id": {
+            token for token in both if ours[token] != theirs[token]
+        },
+    }
+    parts = [
+        f"{len(tokens)} {what}, such as {min(tokens)!r}"
+        for what, tokens in differences.items()
+        if tokens
+    ]
+    warnings.warn(
+        f"the vocabularies of {target.name!r} and {draft.name!r} differ ({'; '.join(parts)}): the "
+        "draft's proposals are translated, which is slower than a draft of the target's family",
+        stacklevel=3,
+    )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, Unpack
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from lenience.core.context import Context, Row
@@ -20,20 +18,16 @@ from lenience.core.needs import Parts
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
 from lenience.core.protocols import Drafter
+from lenience.core.transfer import waiting_for
 from lenience.core.types import Step
-from lenience.decoding.auto_window import (
-    CANDIDATES,
-    PILOT_PROMPTS,
-    PILOT_TOKENS,
-    Cycle,
-    Drafting,
-    cycle_seconds,
-    fastest_window,
-    learned_stops,
-    stopped,
+from lenience.decoding.auto_window import Chooser, Drafting
+from lenience.decoding.checks import (
+    check_decoder,
+    draft_of,
+    warn_of_another_drafter,
+    warn_of_translation,
 )
-from lenience.decoding.checks import check_decoder, draft_of
-from lenience.decoding.decoder import Decoder, DecoderOptions, Ends, check_binding
+from lenience.decoding.decoder import Decoder, DecoderOptions, check_binding
 from lenience.decoding.dialogue import Dialogue, FinishedDialogue
 from lenience.decoding.generation import Generation
 from lenience.decoding.loop import NoDrafter, Request, decode
@@ -41,7 +35,6 @@ from lenience.decoding.options import OWN, takes_options
 from lenience.decoding.response import Response
 from lenience.decoding.scheduler import DialogueLimits, converse
 from lenience.drafting.base import DrafterSetup
-from lenience.drafting.stops import Fixed, Stop
 from lenience.models.compile import compile_model
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM
@@ -50,7 +43,6 @@ from lenience.models.pass_cache import LAST, States
 from lenience.models.prompts import Prompt, several
 from lenience.models.session import Session, tree_cache
 from lenience.models.threads import torch_threads
-from lenience.models.translation import shares_vocabulary
 
 T = TypeVar("T")
 BATCH_SIZE = 16
@@ -97,7 +89,7 @@ class Pair:
         self.name = name
         self._picked: dict[Hashable, Drafting] = {}
         if draft is not None:
-            _warn_of_translation(target, draft)
+            warn_of_translation(target, draft)
 
     def __repr__(self) -> str:
         models = ", ".join(
@@ -315,7 +307,7 @@ class Pair:
             check_binding(decoder.bound_to, self.binding(decoder))
         check_decoder(decoder, self.models, lambda: self.fingerprints)
         if decoder.proposer and not decoder.bound_to:
-            _warn_of_another_drafter(decoder)
+            warn_of_another_drafter(decoder)
 
     def reader(self, decoder: Decoder) -> LM:
         """Return the model whose answers a decoder returns: the draft if it decodes alone, else the
@@ -338,12 +330,12 @@ class Pair:
         reader = self.reader(decoder)
         ids = [self.encode(prompt, reader) for prompt in prompts]
         size = min(batch_size, len(ids))
-        decoder = self._settled(ids, size, decoder)
+        decoder = Chooser(self, self._picked).settled(ids, size, decoder)
         window = int(decoder.window)
         ctx = replace(self.context(decoder), logprobs=telling.logprobs)
         profile = telling.profile
         if profile:
-            profile.wait_by(_waiting({lm.device for lm in self.models.values()}))
+            profile.wait_by(waiting_for({lm.device for lm in self.models.values()}))
         longest = (
             max(map(len, ids), default=0)
             + decoder.max_new_tokens
@@ -372,6 +364,13 @@ class Pair:
             session, drafter, decoder.rule, ctx, lambda _: following(), size=size
         )
         return outs, steps
+
+    def steps(
+        self, prompts: Sequence[list[int]], decoder: Decoder, batch_size: int
+    ) -> Iterator[Step]:
+        """Yield the steps of the answers to prompts, as the cycles end."""
+        _, steps = self._decode(prompts, decoder, batch_size, Reporting())
+        return (step for _, step in steps)
 
     def context(self, decoder: Decoder) -> Context:
         """Return the sampling parameters of a decoder whose window is a number. Missing options
@@ -502,156 +501,11 @@ class Pair:
         """Return the decoder with the window "auto" and the tree "auto" replaced by the fastest
         choice for these prompts.
 
-        A pilot on a few prompts counts the tokens that the rule accepts. A cycle is timed at each
-        window of CANDIDATES and for each tree. If no stop condition is given, a stop head next to
-        the judge that learned the judge's rejections is tried too, at the widest window. The choice
-        is cached by decoder and batch size.
+        See `lenience.decoding.auto_window.Chooser`. The choice is cached by decoder and batch size.
         """
         asked = decoder.with_options(options) if decoder else Decoder.of(options)
         self.check(asked)
         ids = [self.encode(prompt, self.reader(asked)) for prompt in prompts]
-        return self._settled(ids, min(batch_size, len(ids)), asked)
-
-    def _settled(self, ids: list[list[int]], size: int, decoder: Decoder) -> Decoder:
-        """Return the decoder with a number as its window. For "auto", the window, the stop
-        condition and the tree are the fastest."""
-        if decoder.proposer is None or not ids:
-            return replace(decoder, window=0)
-        if decoder.window != "auto":
-            return decoder
-        free = replace(
-            decoder,
-            seed=0,
-            seeds_by_prompt=False,
-            stop_strings=(),
-            ends=Ends(),
-            max_new_tokens=PILOT_TOKENS,
+        return Chooser(self, self._picked).settled(
+            ids, min(batch_size, len(ids)), asked
         )
-        key = free, size, self.compiled
-        if key not in self._picked:
-            self._picked[key] = self._pick(ids, size, decoder)
-        picked = self._picked[key]
-        return replace(
-            decoder, window=picked.window, stop=picked.stop, tree=picked.tree
-        )
-
-    def _pick(self, ids: list[list[int]], size: int, decoder: Decoder) -> Drafting:
-        trees = decoder.tree.choices() or [decoder.tree]
-        picked = [
-            replace(
-                self._pick_ending(ids, size, replace(decoder, tree=tree)), tree=tree
-            )
-            for tree in trees
-        ]
-        return max(picked, key=lambda drafting: drafting.tokens_per_second)
-
-    def _pick_ending(
-        self, ids: list[list[int]], size: int, decoder: Decoder
-    ) -> Drafting:
-        seconds = self._cycle_seconds(ids, size, decoder)
-        tried = [fastest_window(self._pilot(ids, size, decoder), seconds, decoder.stop)]
-        asks = Parts.STATES in decoder.drafter.offers and not decoder.branches
-        stops = (
-            learned_stops(decoder.rule)
-            if asks and isinstance(decoder.stop, Fixed)
-            else []
-        )
-        if stops and self._can_ask(stops[0], decoder):
-            # time cycles in which the stop condition is queried but ends no window
-            asked = replace(decoder, stop=replace(stops[0], threshold=1.0))
-            seconds = self._cycle_seconds(ids, size, asked)
-            for stop in stops:
-                cycles = self._pilot(ids, size, replace(decoder, stop=stop))
-                tried.append(stopped(cycles, seconds, stop))
-        return max(tried, key=lambda drafting: drafting.tokens_per_second)
-
-    def _can_ask(self, stop: Stop, decoder: Decoder) -> bool:
-        """Return True if a stop condition works with this pair: its head may be for another draft
-        than the rule's judge."""
-        try:
-            self.check(replace(decoder, stop=stop))
-        except InputError:
-            return False
-        return True
-
-    def _pilot(self, ids: list[list[int]], size: int, decoder: Decoder) -> list[Cycle]:
-        """Return the numbers of drafted and accepted tokens of cycles with the widest window, on a
-        few prompts."""
-        widest = replace(
-            decoder,
-            window=max(CANDIDATES),
-            max_new_tokens=PILOT_TOKENS,
-            stop_strings=(),
-            ends=Ends(),
-        )
-        _, steps = self._decode(ids[:PILOT_PROMPTS], widest, size, Reporting())
-        return [(step.drafted, step.kept) for _, step in steps]
-
-    def _cycle_seconds(
-        self, ids: list[list[int]], size: int, decoder: Decoder
-    ) -> dict[int, float]:
-        """Return the median seconds of a cycle at each window."""
-        widest = replace(decoder, window=max(CANDIDATES))
-        if not decoder.stop.per_token:
-            # a schedule that adapts to accepted tokens would narrow the windows to be timed
-            widest = replace(widest, stop=Fixed())
-        prompts = [ids[i % len(ids)] for i in range(size)]
-        capacity = max(map(len, prompts)) + max(CANDIDATES)
-        session, drafter = self.engine(widest, size, capacity)
-        # position 1, because some drafters propose nothing in an answer's first cycle
-        rows = [
-            Row(Noise.for_prompt(decoder.seed, prompt), list(prompt), position=1)
-            for prompt in prompts
-        ]
-        return cycle_seconds(session, drafter, decoder.rule, self.context(widest), rows)
-
-
-def _warn_of_another_drafter(decoder: Decoder) -> None:
-    """Warn of a judge that was mined with another drafter."""
-    drafter = decoder.drafter
-    for part in decoder.rule.heads:
-        if part.head.drafter != drafter.record:
-            mined = (part.head.drafter or {"spec": "model"})["spec"]
-            warnings.warn(
-                f"rule {decoder.rule}, drafter {drafter}: the judge was mined with drafter "
-                f"{mined} and may lose far more answers on this one's tokens; certify it",
-                stacklevel=4,
-            )
-            return
-
-
-def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:
-    """Return a function that synchronises the GPUs among the devices; None if there are no GPUs."""
-    gpus = [device for device in devices if device.type == "cuda"]
-
-    def wait() -> None:
-        for gpu in gpus:
-            torch.cuda.synchronize(gpu)
-
-    return wait if gpus else None
-
-
-def _warn_of_translation(target: LM, draft: LM) -> None:
-    """Warn that the proposals of a draft with another tokenizer are translated."""
-    if shares_vocabulary(target, draft):
-        return
-    ours = target.tokenizer.get_vocab()
-    theirs = draft.tokenizer.get_vocab()
-    both = ours.keys() & theirs.keys()
-    differences = {
-        "tokens of the target that the draft lacks": ours.keys() - theirs.keys(),
-        "tokens of the draft that the target lacks": theirs.keys() - ours.keys(),
-        "tokens with another id": {
-            token for token in both if ours[token] != theirs[token]
-        },
-    }
-    parts = [
-        f"{len(tokens)} {what}, such as {min(tokens)!r}"
-        for what, tokens in differences.items()
-        if tokens
-    ]
-    warnings.warn(
-        f"the vocabularies of {target.name!r} and {draft.name!r} differ ({'; '.join(parts)}): the "
-        "draft's proposals are translated, which is slower than a draft of the target's family",
-        stacklevel=3,
-    )
