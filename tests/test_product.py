@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[Any, ...]] = {
         "fuzzy:js@0.2",
         "kl:0.4",
         "ensemble:0.5",
+        "cascade:opt@0.2",
         "fly:0.3,3",
         "mentored:0.2",
         "random:0.6",

@@ -293,6 +293,10 @@ DEFINITIONS = {
     "fuzzy:js@0.1|topk:2": lambda p, q, token: max(
         0.1 - js(p, q), 1.5 - list(np.argsort(-p, kind="stable")).index(token)
     ),
+    "topk:6,overshoot=2": lambda p, q, token: 2 * p[token] - q[token],
+    "exact|fuzzy:kl,overshoot=1.5@9": lambda p, q, token: (
+        1.0 if token == p.argmax() else min(9 - kl(p, q), 1.5 * p[token] - q[token])
+    ),
     "random:0": lambda p, q, token: -0.5,
     "exact|random:0": lambda p, q, token: 0.5 if token == p.argmax() else -0.5,
     "random:1": lambda p, q, token: 1.0,
@@ -391,6 +395,43 @@ def test_greedy_ensembles_keep_the_mixtures_best(made, weight: float) -> None:
     assert (verdict.num_accepted, verdict.next_token) == (kept, best[kept])
 
 
+# what stays with the draft in a cascade: p and q at temperature 1, TV at the request's
+STAYS = {
+    "chow": lambda p, q, tv, alpha: np.full(len(p), q.max() - (1 - alpha)),
+    "diff": lambda p, q, tv, alpha: np.full(len(p), q.max() - (p.max() - alpha)),
+    "opt": lambda p, q, tv, alpha: np.full(len(p), q.max() - (p.max() - alpha * tv)),
+    "token1": lambda p, q, tv, alpha: q - (p.max() - alpha),
+    "token2": lambda p, q, tv, alpha: p - (p.max() - alpha),
+    "token3": lambda p, q, tv, alpha: p - (1 - alpha) * p.max(),
+}
+
+
+@pytest.mark.parametrize("kind", STAYS)
+@given(made=hard_windows, alpha=st.floats(0, 1))
+@settings(max_examples=60)
+def test_greedy_cascades_keep_the_drafts_best_where_it_stays(
+    kind: str, made, alpha: float
+) -> None:
+    tokens, logits, drafted = made
+    p, q = softmax(logits), softmax(drafted)
+    best = list(logits.argmax(-1))
+    for i in range(len(tokens)):
+        own = q[i].argmax()
+        margin = STAYS[kind](p[i], q[i], float(own != best[i]), alpha)[own]
+        if abs(margin) < 1e-5:
+            return  # float32 may fall on either side
+        if margin > 0 and logits[i, own] > -np.inf:
+            best[i] = own
+    kept = next((i for i, token in enumerate(tokens) if token != best[i]), len(tokens))
+    verdict = decide(
+        lenience.rule(f"cascade:{kind}@{alpha}"),
+        window(tokens, torch.tensor(drafted)),
+        reading(logits),
+        greedy(),
+    )
+    assert (verdict.num_accepted, verdict.next_token) == (kept, best[kept])
+
+
 @given(
     exact=st.lists(st.booleans(), min_size=1, max_size=12),
     unsure=st.lists(st.booleans(), min_size=12, max_size=12),
@@ -445,6 +486,8 @@ def test_more_lenient_settings_accept_no_fewer(made, thresholds: list[float]) ->
         [f"random:{x / 3}" for x in t],
         [f"topk:6,budget={k}" for k in (0, 1, 2, 3)],
         [f"topk:6,floor={1 - x / 3}" for x in t],
+        [f"topk:6,overshoot={1 + x}" for x in t],
+        [f"ensemble:0,overshoot={1 + x}" for x in t],
     ]
     for ladder in ladders:
         for ctx in (greedy(), sampling(3, 0.8)):
@@ -703,6 +746,47 @@ def test_a_sampled_ensemble_is_the_mixture(weight: float) -> None:
     done, _ = decode_many(lenience.rule(f"ensemble:{weight}"), rows, seed=9)
     wanted = weight * TARGET[()] + (1 - weight) * DRAFT[()]
     assert chisquare(np.bincount(done[:, 0], minlength=3), wanted * rows).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.45, 0.8])
+@pytest.mark.parametrize("kind", STAYS)
+def test_a_sampled_cascade_has_its_distribution(kind: str, alpha: float) -> None:
+    p, q = TARGET[()], DRAFT[()]
+    stays = STAYS[kind](p, q, tv(p, q), alpha) >= 0
+    wanted = q * stays + p * q[~stays].sum()
+    done, _ = decode_many(lenience.rule(f"cascade:{kind}@{alpha}"), 6000, seed=9)
+    first = np.bincount(done[:, 0], minlength=3)
+    assert chisquare(first, wanted * 6000).pvalue > 1e-3
+
+
+def test_a_cascade_reads_its_conditions_at_temperature_1() -> None:
+    """At temperature 0.5 the draft's largest probability is 0.8 and not 0.67."""
+    logits = np.log(np.array([[0.5, 0.5], [0.5, 0.5]], np.float32))
+    drafted = torch.log(torch.tensor([[2 / 3, 1 / 3]]))
+    for alpha, least in ((0.25, 0), (0.4, 1)):
+        rule = lenience.rule(f"cascade:chow@{alpha}")
+        kept = [
+            decide(rule, window([0], drafted), reading(logits), sampling(seed, 0.5))
+            for seed in range(200)
+        ]
+        # speculative sampling accepts with 0.5 / 0.8
+        assert all(verdict.num_accepted for verdict in kept) == bool(least)
+
+
+@pytest.mark.parametrize("most", [1.0, 1.3, 2.0, 9.0])
+def test_an_overshoot_caps_what_an_ensemble_and_random_acceptance_produce(
+    most: float,
+) -> None:
+    """No token has more than `most` times its probability under the target."""
+    p, q = TARGET[()], DRAFT[()]
+    kept = np.minimum(q, most * p)
+    left = 1 - kept.sum()
+    rest = np.maximum(p - q, 0)
+    for spec, after in ((f"ensemble:0,overshoot={most}", rest / rest.sum()),
+                        (f"random:1,overshoot={most}", p)):  # fmt: skip
+        done, _ = decode_many(lenience.rule(spec), 6000, seed=9)
+        first = np.bincount(done[:, 0], minlength=3)
+        assert chisquare(first, (kept + left * after) * 6000).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.2, 0.35, 0.6])

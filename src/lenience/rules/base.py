@@ -113,6 +113,9 @@ class Lenient(Term):
 
     floor: float = field(default=0.0, kw_only=True)
     """Minimum probability of an accepted token under the target."""
+    overshoot: float = field(default=math.inf, kw_only=True)
+    """Maximum ratio of the draft's probability of an accepted token to the target's (Zhou 2026).
+    When sampling, a token above it is accepted with probability overshoot · target / draft."""
     budget: int | None = field(default=None, kw_only=True)
     """Maximum number of lenient acceptances per request; after these the strict rule decides."""
     begin: str = field(default="", kw_only=True)
@@ -128,6 +131,7 @@ class Lenient(Term):
         for what, (least, most) in {
             **self.bounds,
             "floor": (0, 1),
+            "overshoot": (1, math.inf),
             "budget": (0, math.inf),
         }.items():
             self._check_bounds(what, getattr(self, what), least, most)
@@ -212,3 +216,11 @@ def select_position(values: Tensor, position: Tensor) -> Tensor:
 def gather_tokens(values: Tensor, tokens: Tensor) -> Tensor:
     """Return [B, W]: the values [B, W, V] at `tokens` [B, W]."""
     return values.gather(2, tokens[..., None])[..., 0]
+
+
+def lacks_distribution(term: Term) -> InputError:
+    """Return the error of a rule that compares distributions for a drafter that has none."""
+    return InputError(
+        f"rule {term}: compares the draft's distribution with the target's, and this "
+        "drafter has no distribution; use another rule, such as topk:3"
+    )

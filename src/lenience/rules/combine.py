@@ -18,11 +18,11 @@ from torch import Tensor
 
 from lenience.core.context import Context
 from lenience.core.errors import InputError
-from lenience.core.needs import Needs
+from lenience.core.needs import Needs, Parts
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.heads.head import HeadReference
 from lenience.rules.base import Lenient, Term, gather_tokens, select_position
-from lenience.rules.strict import Exact, Speculative
+from lenience.rules.strict import Exact, Speculative, within_overshoot
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,10 @@ class AnyOf:
     @cached_property
     def needs(self) -> Needs:
         """Return the inputs that the rule's terms require. Raises InputError, see `Needs`."""
-        return reduce(or_, (term.needs for term in self.terms))
+        needs = reduce(or_, (term.needs for term in self.terms))
+        if any(term.overshoot < math.inf for term in self._lenient):
+            needs |= Needs(Parts.PROBS)
+        return needs
 
     @property
     def verifies(self) -> Literal["down", "up"] | None:
@@ -184,6 +187,8 @@ class AnyOf:
         if term.floor:
             log_probs = gather_tokens(ctx.log_probs(before), draft.tokens)
             accepted = accepted & (log_probs >= math.log(term.floor))
+        if term.overshoot < math.inf:
+            accepted = accepted & within_overshoot(term, draft, before, ctx)
         defers = term.defers(draft, reading, ctx)
         if defers is not None:
             accepted = torch.where(defers, exact, accepted)

@@ -20,12 +20,11 @@ from lenience.core.noise import uniform
 from lenience.core.types import Draft, Reading
 from lenience.rules.base import (
     Lenient,
-    draft_distribution,
-    draft_distributions,
     gather_tokens,
+    lacks_distribution,
     select_position,
 )
-from lenience.rules.divergence import DIVERGENCES, entropy, lump, mentor
+from lenience.rules.divergence import DIVERGENCES, entropy, lump
 from lenience.rules.strict import accept_ratio, correct
 
 
@@ -197,64 +196,6 @@ class GuardedKL(Lenient):
 
 
 @dataclass(frozen=True)
-class Ensemble(Lenient):
-    """Verify against weight · target + (1 − weight) · draft (DIVERSE, 2026; `transformers`'
-    assistant_ensemble_weight). The mixture replaces the target's distribution: in speculative
-    sampling, or by its most probable token when greedy. The bonus is the target's."""
-
-    weight: float
-    name = "ensemble"
-    needs = Needs(Parts.DRAWS)
-    composable = False
-    bounds: ClassVar = {"weight": (0, 1)}
-    grid = ("ensemble:0.8", "ensemble:0.6", "ensemble:0.5", "ensemble:0.4")
-
-    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        if ctx.greedy:
-            return self.greedy_next_tokens(draft, reading, ctx)[:, :-1] == draft.tokens
-        target = ctx.probs(reading.logits[:, :-1])
-        drafted = draft_distributions(draft, ctx, target.shape[-1])
-        return accept_ratio(self._mixed(target, drafted), draft, ctx)
-
-    def greedy_next_tokens(
-        self, draft: Draft, reading: Reading, ctx: Context
-    ) -> Tensor:
-        if not draft.width:
-            return reading.greedy_tokens
-        before = reading.logits[:, :-1]
-        own = reading.greedy_tokens
-        logs = ctx.log_probs(before)
-        mixed = self._mixed(
-            logs.exp(), self._at_temperature(draft, ctx, logs.shape[-1])
-        )
-        # never below the floor, except for the target's own choice
-        floor = math.log(self.floor) if self.floor else -torch.inf
-        least = logs.amax(-1, keepdim=True).clamp(max=floor)
-        mixed = mixed.where((before > -torch.inf) & (logs >= least), -1.0)
-        inside = mixed.argmax(-1).where(draft.proposed, own[:, :-1])
-        return torch.cat([inside, own[:, -1:]], 1)
-
-    def next_token(
-        self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context
-    ) -> Tensor:
-        # the positive part of mixture − draft is that of target − draft, scaled
-        return correct(
-            ctx.probs(select_position(reading.logits, kept)), 1.0, kept, draft, ctx
-        )
-
-    def _mixed(self, target: Tensor, drafted: Tensor) -> Tensor:
-        return self.weight * target + (1 - self.weight) * drafted
-
-    @staticmethod
-    def _at_temperature(draft: Draft, ctx: Context, vocabulary: int) -> Tensor:
-        """Return [B, W, V]: the draft's distributions before truncation, at temperature 1 when
-        greedy."""
-        if draft.logits is None:
-            return draft_distributions(draft, ctx, vocabulary)
-        return ctx.log_probs(draft.logits).exp()
-
-
-@dataclass(frozen=True)
 class Fly(Lenient):
     """Accept a mismatch if the target is unsure and agrees with the tokens that follow (FLy, Li
     2025, in vLLM's form). The target is unsure if −Σ p ln p over its three most probable tokens is
@@ -285,36 +226,6 @@ class Fly(Lenient):
 
 
 @dataclass(frozen=True)
-class Mentored(Lenient):
-    """Verify against the distribution that accepts most draft tokens among those within `most` nats
-    of the target's (mentored decoding, Tran-Thien 2023). `most` 0 is speculative sampling. There is
-    no greedy form."""
-
-    most: float
-    name = "mentored"
-    needs = Needs(Parts.DRAWS, sampling=True)
-    composable = False
-    bounds: ClassVar = {"most": (0, math.inf)}
-    grid = ("mentored:0.05", "mentored:0.2", "mentored:0.5")
-
-    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        target = ctx.probs(reading.logits[:, :-1])
-        drafted = draft_distributions(draft, ctx, target.shape[-1])
-        return accept_ratio(mentor(target, drafted, self.most), draft, ctx)
-
-    def next_token(
-        self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context
-    ) -> Tensor:
-        target = ctx.probs(select_position(reading.logits, kept))  # [B, V]
-        if not draft.width:
-            return correct(target, 1.0, kept, draft, ctx)
-        drafted = draft_distribution(draft, ctx, kept, target.shape[-1])
-        whole = (kept == draft.lengths)[:, None]
-        aim = torch.where(whole, target.double(), mentor(target, drafted, self.most))
-        return correct(aim, 1.0, kept, draft, ctx)
-
-
-@dataclass(frozen=True)
 class Random(Lenient):
     """Accept a token with probability `rate`, whether it matches or not (Holsman 2025, appendix E).
     Any useful rule must beat this floor. `exact|random:…` accepts mismatches at random."""
@@ -333,8 +244,5 @@ def _compared(term: Lenient, draft: Draft, ctx: Context) -> Tensor:
     """Return the draft's log-probabilities [B, W, V]. Raises InputError for a drafter without a
     distribution."""
     if draft.logits is None:
-        raise InputError(
-            f"rule {term}: compares the draft's distribution with the target's, and "
-            "this drafter has no distribution; use another rule, such as topk:3"
-        )
+        raise lacks_distribution(term)
     return ctx.log_probs(draft.logits)

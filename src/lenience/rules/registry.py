@@ -5,17 +5,16 @@ from __future__ import annotations
 from lenience.rules.base import Term
 from lenience.rules.judge import Judge
 from lenience.rules.lenient import (
-    Ensemble,
     Fly,
     Fuzzy,
     GuardedKL,
     Lenience,
-    Mentored,
     Random,
     Rollback,
     TopK,
     Typical,
 )
+from lenience.rules.mixtures import Cascade, Ensemble, Mentored
 from lenience.rules.strict import Block, Exact, Speculative
 
 RULES: dict[str, type[Term]] = {
@@ -31,6 +30,7 @@ RULES: dict[str, type[Term]] = {
         Fuzzy,
         GuardedKL,
         Ensemble,
+        Cascade,
         Fly,
         Mentored,
         Random,

@@ -8,8 +8,8 @@ from lenience.core.errors import InputError
 from lenience.core.needs import Parts
 from lenience.core.protocols import Rule
 from lenience.rules.combine import AnyOf
-from lenience.rules.lenient import Ensemble
 from lenience.rules.lossless import is_lossless
+from lenience.rules.mixtures import Ensemble
 
 
 def compares_distributions(rule: Rule) -> bool:
