@@ -191,6 +191,11 @@ class MineFlags:
     answers_only: Flag = False
     """Record the target's answers without searching them for mismatches, to train drafters
     (fit --drafter) or measure trees (fit --tree). Needs no draft model."""
+    labels: Literal["answers", "likelihood"] = "answers"
+    """Method of labelling a mismatch: by the final answer after the swap, or by the likelihood of
+    the target's own response after it, for tasks without answers to compare (SelfJudge)."""
+    least: float | None = None
+    """Score in nats under which a mismatch is important, for --labels likelihood. Default: -6."""
     policy: str | None = None
     """Decoder whose answers are mined instead of the target's, such as 'judge:RUN/judge@0.99;
     window=16'. Labels mark its leniently accepted tokens that changed the answer. Use a new run

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lenience.core.errors import InputError
 from lenience.core.files import alone
@@ -27,11 +28,13 @@ from lenience.decoding.response import completes_stop, until_stop
 from lenience.decoding.task_models import task_for
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.model import DraftModel
+from lenience.mining.by_likelihood import scores
 from lenience.mining.crew import Crew, mined_by
 from lenience.mining.on_policy import check_policy, search_on_policy
 from lenience.mining.resampling import Resampling, resample
 from lenience.mining.work import Part, identity_of
 from lenience.models.lm import LM
+from lenience.models.session import Session
 from lenience.runs.answers import for_task
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.record import (
@@ -48,6 +51,8 @@ from lenience.runs.uses import prompt_digest
 from lenience.tasks import Sample, Task, take
 
 DRAFT_MODEL = DraftModel()
+LEAST_SCORE = -6.0
+"""Default score under which a mismatch is important, for labels by likelihood."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,12 @@ class MineConfig:
     answers_only: bool = False
     """True to record the target's answers without a search: training data for drafters and
     trees."""
+    labels: Literal["answers", "likelihood"] = "answers"
+    """Method of labelling a mismatch: by the final answer after a swap, or by the likelihood of the
+    target's own response after it (see `scores`), for tasks without answers."""
+    least: float | None = None
+    """Score in nats under which a mismatch is important, for labels by likelihood; None for
+    LEAST_SCORE."""
 
     def __post_init__(self) -> None:
         if self.temperature and (self.policy or self.resamples):
@@ -98,11 +109,20 @@ class MineConfig:
             check_policy(self.policy)
         if not self.searches_with_draft:
             self._check_drafter()
+        if self.labels == "likelihood":
+            self._check_likelihood()
+        elif self.least is not None:
+            raise InputError("least: needs labels by likelihood")
 
     @property
     def searches_with_draft(self) -> bool:
         """Return True if the draft model's tokens are swapped in."""
         return self.drafter == DRAFT_MODEL and not self.answers_only
+
+    @property
+    def least_score(self) -> float:
+        """Return the score under which a mismatch is important."""
+        return LEAST_SCORE if self.least is None else self.least
 
     def _check_drafter(self) -> None:
         """Raise InputError for options that need the draft model's mismatches."""
@@ -118,6 +138,20 @@ class MineConfig:
                 f"{what}: there are no swaps to continue; leave out resamples"
             )
         check_guesses(self.drafter)
+
+    def _check_likelihood(self) -> None:
+        """Raise InputError for options that labels by likelihood do not have."""
+        others = {
+            "temperature": self.temperature,
+            "policy": self.policy,
+            "resamples": self.resamples,
+            "answers_only": self.answers_only,
+        }
+        for name, value in others.items():
+            if value:
+                raise InputError(
+                    f"{name}: cannot be combined with labels by likelihood; leave one out"
+                )
 
     def decoder(self, task: Task) -> Decoder:
         """Return the decoder of the target's own responses."""
@@ -140,6 +174,8 @@ class MineConfig:
             searched["answers_only"] = True
         if self.drafter.record:
             searched["drafter"] = self.drafter.record
+        if self.labels == "likelihood":
+            searched["labels"] = {"by": self.labels, "least": self.least_score}
         return limits | drawn | searched | {"seed": self.seed}
 
 
@@ -194,6 +230,17 @@ class Miner:
         """Return the target's own response, without a search."""
         own = yield self._continue(prompt, [])
         return SearchResult(prompt, own, own, [], self.answer(own))
+
+    def compare(self, prompt: list[int]) -> Dialogue[SearchResult]:
+        """Return the target's own response and the mismatches in it, without labels."""
+        own = yield self._continue(prompt, [])
+        predicted = yield Predict(prompt + own, len(prompt), len(prompt))
+        mismatches = [
+            Mismatch(position=i, target_token=own[i], draft_token=token, important=None)
+            for i, token in enumerate(predicted)
+            if token not in (None, own[i])
+        ]
+        return SearchResult(prompt, own, own, mismatches, self.answer(own))
 
     def search(self, prompt: list[int]) -> Dialogue[SearchResult]:
         """Try each mismatch from left to right, and keep the swaps that leave the answer
@@ -268,6 +315,9 @@ class Miner:
         return completes_stop(self.target, response, self.task.stop_strings)
 
 
+Find = Callable[[Miner, list[int]], Dialogue[SearchResult]]
+
+
 def search(
     pair: Pair,
     task: Task,
@@ -275,11 +325,11 @@ def search(
     decoder: Decoder,
     batch_size: int,
     *,
-    answers_only: bool = False,
+    find: Find = Miner.search,
 ) -> Iterator[MinedSample]:
     """Yield the record of each sample as it is finished. `decoder` holds the options of the
     target's answers and the drafter whose tokens are swapped in; `batch_size` searches run
-    concurrently."""
+    concurrently. `find` is the method of `Miner` that makes a result."""
     max_new_tokens = decoder.max_new_tokens
     shorter = min(lm.context_length or 1 << 30 for lm in pair.models.values())
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
@@ -287,10 +337,7 @@ def search(
         Miner(task, sample, pair.target, min(max_new_tokens, shorter - len(prompt)))
         for sample, prompt in zip(samples, prompts)
     ]
-    dialogues = (
-        miner.decode(prompt) if answers_only else miner.search(prompt)
-        for miner, prompt in zip(miners, prompts)
-    )
+    dialogues = (find(miner, prompt) for miner, prompt in zip(miners, prompts))
     size = min(batch_size, len(samples))
     capacity = max(map(len, prompts), default=0) + max_new_tokens
     for ended in pair.converse(
@@ -298,7 +345,7 @@ def search(
         size=size,
         capacity=capacity,
         sampling=decoder,
-        guesses=not answers_only,
+        guesses=find is not Miner.decode,
     ):
         yield _record(miners[ended.number], ended)
 
@@ -338,6 +385,8 @@ def mine(
     """
     if crew is not None and config.policy is not None:
         raise InputError("workers: cannot be combined with a policy")
+    if crew is not None and config.labels == "likelihood":
+        raise InputError("workers: cannot be combined with labels by likelihood")
     task = task_for(pair, task, progress)
     if config.searches_with_draft:
         require_draft(pair)
@@ -415,8 +464,41 @@ def _searched(
     """Yield the records of samples, searched in this process or by a crew's workers."""
     if crew is not None and samples:
         return _by_crew(pair, task, crew, _part(samples, decoder, config))
-    only = config.answers_only
-    return search(pair, task, samples, decoder, config.batch_size, answers_only=only)
+    if config.labels == "likelihood":
+        return _labelled(pair, task, samples, decoder, config)
+    find = Miner.decode if config.answers_only else Miner.search
+    return search(pair, task, samples, decoder, config.batch_size, find=find)
+
+
+def _labelled(
+    pair: Pair,
+    task: Task,
+    samples: Sequence[Sample],
+    decoder: Decoder,
+    config: MineConfig,
+) -> Iterator[MinedSample]:
+    """Yield the records of samples whose mismatches are labelled by likelihood."""
+    session = Session(pair.target)
+    for found in search(
+        pair, task, samples, decoder, config.batch_size, find=Miner.compare
+    ):
+        began = time.perf_counter()
+        swaps = found.mismatches
+        rated, tokens = scores(session, found.prompt_ids, found.response_ids, swaps)
+        labelled = [
+            swap.model_copy(
+                update={"score": score, "important": score < config.least_score}
+            )
+            for swap, score in zip(swaps, rated)
+        ]
+        cost = found.cost.model_copy(
+            update={
+                "target_passes": found.cost.target_passes + 1 + len(swaps),
+                "target_tokens": found.cost.target_tokens + tokens,
+                "seconds": round(found.cost.seconds + time.perf_counter() - began, 3),
+            }
+        )
+        yield found.model_copy(update={"mismatches": labelled, "cost": cost})
 
 
 def _by_crew(pair: Pair, task: Task, crew: Crew, work: Part) -> Iterator[MinedSample]:

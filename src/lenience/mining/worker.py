@@ -12,7 +12,7 @@ from lenience.core.errors import InputError, RunError
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
 from lenience.decoding.task_models import task_for
-from lenience.mining.search import search
+from lenience.mining.search import Miner, search
 from lenience.mining.work import Part, WorkerPlan, identity_of
 from lenience.models.threads import limit_threads
 from lenience.tasks import load_task, take
@@ -54,7 +54,7 @@ class Worker:
             samples,
             decoder,
             asked.batch_size,
-            answers_only=asked.answers_only,
+            find=Miner.decode if asked.answers_only else Miner.search,
         )
         for mined in found:
             yield mined.to_json()

@@ -123,7 +123,9 @@ MAY_DIFFER = ("versions", "pair")
 """Fields in which a resumed run may differ from its beginning."""
 EARLIER = {"drawn": "first"}
 """Values of settings that earlier versions did not record."""
-OPTIONAL = ("drafter", "answers_only", "temperature", "top_k", "top_p", "draw_seed")
+OPTIONAL = (
+    "drafter", "answers_only", "labels", "temperature", "top_k", "top_p", "draw_seed",
+)  # fmt: skip
 """Settings that a record omits if they have their defaults."""
 UNSAID: dict[str, Any] = {"temperature": 0.0, "answers_only": False}
 """Defaults of optional settings other than None."""

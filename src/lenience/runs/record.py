@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from lenience.core.errors import InputError, TooLong
 from lenience.core.files import read_json
 from lenience.core.records import Record
@@ -57,6 +59,8 @@ class RunRecord(Record):
     """Drafter whose tokens were swapped in, if not the draft model, see `DrafterSpec.record`."""
     answers_only: bool = False
     """True if the target's answers were written without a search."""
+    labels: dict[str, Any] | None = None
+    """Method of labelling mismatches and its limit, if not by answers."""
     policy: dict[str, Any] | None = None
     """Setting and head fingerprints of the decoder whose answers were mined instead of the
     target's."""
@@ -71,6 +75,8 @@ class Mismatch(Record):
     draft_token: int
     important: bool | None
     """True if the draft's token changes the answer; None if the target's own response has none."""
+    score: float | None = Field(default=None, exclude_if=lambda score: score is None)
+    """Score in nats of a label by likelihood, see `lenience.mining.by_likelihood`."""
 
 
 class MinedAnswers(Record):
