@@ -28,7 +28,6 @@ task.
 from __future__ import annotations
 
 import argparse
-import random
 import shutil
 import sys
 import time
@@ -40,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from mined import Mined, add_run, mined
+from mined import Mined, add_run, family, mined
 from numpy.typing import NDArray
 from paired import Paired, mcnemar, right_answers
 from rich.console import Console
@@ -76,7 +75,7 @@ from lenience.heads.scores import threshold_at, thresholds
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.runs.record import read_run
-from lenience.tasks import Sample, Task, wordmath_problems
+from lenience.tasks import Sample, Task
 from lenience.training.features import compute_features, load_features
 from lenience.training.fit import HeadPlan, fit_run
 
@@ -816,16 +815,6 @@ def as_grid(grid: NDArray, asked: Sequence[str], learned: Sequence[str]) -> Figu
     axes.set_yticks(range(len(learned)), learned)
     axes.set(xlabel="asked about", title="AUC by kind of problem")
     return figure
-
-
-def family(sample: str) -> str:
-    """Return the kind of problem that a sample is, as wordmath.problem draws it."""
-    split, number = sample.split("-")
-    return (
-        random.Random(f"wordmath/{split}/{number}")
-        .choice(wordmath_problems.FAMILIES)
-        .__name__.strip("_")
-    )
 
 
 ABLATIONS = {

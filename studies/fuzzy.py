@@ -22,6 +22,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from rich.progress import track
 
 from lenience import load_pair
 from lenience.cli.console import progress_bars
+from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.models.session import Session
@@ -51,35 +54,60 @@ KEPT = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Positions:
+    """The positions of the target's own answers."""
+
+    values: Mapping[str, NDArray]
+    """[n] of each divergence."""
+    same: NDArray
+    """[n] bool: True where both models' most probable tokens are the same."""
+    likely: NDArray
+    """[n]: the target's probability of the draft's most probable token."""
+    answers: NDArray
+    """[n]: the number of the answer, from 0."""
+
+
 @torch.inference_mode()
-def along(pair: Pair, samples: list[Sample], temperature: float) -> dict[str, NDArray]:
-    """Return, at all positions of the target's own answers, the divergences and whether the models'
-    most probable tokens are the same."""
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in (*DIVERGENCES, "same")}
+def positions(pair: Pair, samples: list[Sample], temperature: float) -> Positions:
+    """Return what the models' distributions are at all positions of the target's own answers."""
+    values: dict[str, list[torch.Tensor]] = {name: [] for name in DIVERGENCES}
+    same: list[torch.Tensor] = []
+    likely: list[torch.Tensor] = []
     prompts = [sample.prompt for sample in samples]
     outs = pair.generate_batch(prompts, rule="target", temperature=temperature, seed=0)
     for out in track(outs, "divergences"):
-        n = len(out.tokens)
-        p, q = (
-            Session(lm)
-            .read([out.prompt_tokens + out.tokens], n + 1)
-            .logits[0, :n]
-            .float()
-            for lm in (pair.target, pair.require_draft("FSD"))
-        )
-        width = min(p.shape[-1], q.shape[-1])
-        logs = [
-            (x[:, :width] / (temperature or 1)).log_softmax(-1).cpu() for x in (p, q)
-        ]
+        target, drafted = log_probs(pair, out, temperature or 1)
         for name, divergence in DIVERGENCES.items():
-            found[name].append(divergence(*logs))
-        found["same"].append(logs[0].argmax(-1) == logs[1].argmax(-1))
-    return {name: torch.cat(parts).numpy() for name, parts in found.items()}
+            values[name].append(divergence(target, drafted))
+        best = drafted.argmax(-1)
+        same.append(target.argmax(-1) == best)
+        likely.append(target.gather(1, best[:, None])[:, 0].exp())
+    counts = [len(part) for part in same]
+    return Positions(
+        {name: torch.cat(parts).numpy() for name, parts in values.items()},
+        torch.cat(same).numpy(),
+        torch.cat(likely).numpy(),
+        np.repeat(np.arange(len(counts)), counts),
+    )
 
 
-def told(found: dict[str, NDArray], answers: int) -> dict[str, Any]:
+def log_probs(pair: Pair, out: Generation, temperature: float) -> list[torch.Tensor]:
+    """Return [n, V] log-probabilities of the target and the draft before each token of an answer,
+    over the tokens that both have."""
+    n = len(out.tokens)
+    ids = [out.prompt_tokens + out.tokens]
+    read = [
+        Session(lm).read(ids, n + 1).logits[0, :n].float()
+        for lm in (pair.target, pair.require_draft("FSD"))
+    ]
+    width = min(logits.shape[-1] for logits in read)
+    return [(logits[:, :width] / temperature).log_softmax(-1).cpu() for logits in read]
+
+
+def told(found: Positions, answers: int) -> dict[str, Any]:
     """Return quantiles of each divergence where the models agree, and where they do not."""
-    same = found["same"]
+    same = found.same
     kinds = {"all": np.ones_like(same), "same token": same, "another token": ~same}
     return {
         "answers": answers,
@@ -88,22 +116,22 @@ def told(found: dict[str, NDArray], answers: int) -> dict[str, Any]:
         "quantiles": list(QUANTILES),
         **{
             name: {
-                kind: np.quantile(found[name][which], QUANTILES).round(5).tolist()
+                kind: np.quantile(values[which], QUANTILES).round(5).tolist()
                 for kind, which in kinds.items()
             }
-            for name in DIVERGENCES
+            for name, values in found.values.items()
         },
     }
 
 
-def decoders(found: dict[str, NDArray], given: argparse.Namespace) -> list[str]:
+def decoders(found: Positions, given: argparse.Namespace) -> list[str]:
     """Return the settings that are compared; greedily `speculative` is `exact`."""
     below = given.below
     windows = given.windows
     rules = ["exact", "speculative"] if given.temperature else ["exact"]
     for share in below:
         rules += [
-            f"fuzzy:{name}@{np.quantile(found[name], share):.4g}"
+            f"fuzzy:{name}@{np.quantile(found.values[name], share):.4g}"
             for name in DIVERGENCES
         ]
         rules.append(f"random:{share:g}")
@@ -173,7 +201,7 @@ def main() -> None:
     pair = load_pair(given.target, given.draft)
     task = load_task(given.task, data=given.data)
     samples = take(task, "train", None)[-given.chosen_on :]
-    found = along(pair, samples, given.temperature)
+    found = positions(pair, samples, given.temperature)
     about: dict[str, Any] = {
         "temperature": given.temperature,
         "pair": pair.name,

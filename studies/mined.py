@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from lenience import load_pair
 from lenience.cli.choices import TaskChoice, choice_of, mined_with
 from lenience.core.files import EMBEDDED
 from lenience.decoding.pair import Pair
-from lenience.tasks import Task
+from lenience.tasks import Task, wordmath_problems
 
 
 @dataclass(frozen=True)
@@ -48,3 +49,13 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def mined(run: Path) -> Mined:
     models = mined_with(run)
     return Mined(run, choice_of(run, TaskChoice()).load(), models.target, models.draft)
+
+
+def family(sample: str) -> str:
+    """Return the kind of problem that a sample is, as wordmath.problem draws it."""
+    split, number = sample.split("-")
+    return (
+        random.Random(f"wordmath/{split}/{number}")
+        .choice(wordmath_problems.FAMILIES)
+        .__name__.strip("_")
+    )

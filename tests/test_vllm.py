@@ -59,6 +59,7 @@ from lenience.training.fit_drafter import DrafterPlan, fit_drafter
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 # engines of several tests run beside each other: each has one thread, and none a core of its own
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+os.environ["NUMBA_NUM_THREADS"] = "1"  # of the n-gram proposer
 # engines that are not eager are traced, but not compiled
 os.environ["VLLM_CPU_CI_ENV"] = "1"
 ROOT = Path(__file__).parents[1]
@@ -713,6 +714,8 @@ def test_on_a_gpu_a_vllm_ends_before_another_begins(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes nearly all memory but for the two that mine, which run beside each other."""
+    free = "lenience.integrations.vllm.engine.free_bytes"
+    monkeypatch.setattr(free, lambda _: 1 << 60)
     alone, ended = EngineUse("target", WINDOW, sampled=False), list[EngineUse]()
     for is_cpu, wanted in ((True, []), (False, [alone])):
         made = VllmPair(pair, {})
@@ -727,7 +730,7 @@ def test_on_a_gpu_a_vllm_ends_before_another_begins(
         assert ended == wanted and (alone in made._running) == is_cpu
         assert (made.answers_at_a_time == 1) == is_cpu
     monkeypatch.undo()
-    monkeypatch.setattr("lenience.integrations.vllm.engine.free_bytes", lambda _: 0)
+    monkeypatch.setattr(free, lambda _: 0)
     made._running = {alone: SimpleNamespace(engine_core=SimpleNamespace(shutdown=int))}
     made._make_room(EngineUse("target", 2, sampled=False))
     assert alone not in made._running, "a CPU without memory"

@@ -1,0 +1,228 @@
+"""SelfJudge (2026) on any run's pair and task: labels by the target's own likelihoods beside labels
+by the answer, for the same mismatches.
+
+    python studies/selfjudge.py OUT [--run RUN] [--samples 300] [--problems 300]
+
+Writes OUT/selfjudge.json and prints it:
+
+- `labels`: each mismatch of the target's own answers is labelled by the answer after the swap, as
+  the naive search does, and scored by likelihood, as `lenience mine --labels likelihood` does. The
+  AUC of the score for labels by the answer, with its interval over resampled problems; that of its
+  first part alone, the difference of the two tokens' log-probabilities; and, for each limit, the
+  shares of important and of harmless mismatches under it. Limits are quantiles of the important
+  ones' scores on the first 100 samples, as the paper chooses its limit on 100 problems;
+- `judges`: the same head on the same states, trained with either label;
+- `decoded`: these judges on other problems at window 8, at thresholds of recalls on their own
+  labels, and `paired`, exact McNemar tests between the judges at each recall and against strict
+  decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from autojudge import Search, measured, naive
+from mined import add_run, mined
+from numpy.typing import NDArray
+from paired import mcnemar, right_answers
+from rich.progress import track
+
+from lenience.cli.console import progress_bars, with_bars
+from lenience.decoding.pair import Pair
+from lenience.evaluation.compare import CompareConfig, compare
+from lenience.heads.fitting import FitConfig
+from lenience.heads.head import Inputs
+from lenience.mining.by_likelihood import scores
+from lenience.models.session import Session
+from lenience.runs.journal import Journal
+from lenience.runs.record import MinedSample
+from lenience.tasks import Task
+from lenience.training.fit import HeadPlan, fit_run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from recording import write_results
+
+Record = dict[str, Any]
+RECALLS = (0.8, 0.9, 0.95, 0.98, 0.995)
+LIMIT_RECALLS = (0.5, 0.8, 0.9, 0.95, 0.98)
+LIMIT_SAMPLES = 100
+WINDOW = 8
+
+
+def by_answers(using: Search, folder: Path, records: Sequence[Record]) -> list[Record]:
+    """Label the mismatches of the target's own answers by the answer after the swap. Resumes."""
+    journal = Journal(folder / "journal.jsonl")
+    done = {record["id"] for record in journal.resume()}
+    for record in track([r for r in records if r["id"] not in done], "labels"):
+        journal.write(naive(using, record))
+    return [record for record in journal if record["answers"]["target"] is not None]
+
+
+def score(pair: Pair, records: Sequence[Record]) -> tuple[NDArray, NDArray]:
+    """Return each mismatch's score by likelihood, and its first part alone."""
+    session = Session(pair.target)
+    whole: list[float] = []
+    first: list[float] = []
+    for record in track(records, "likelihoods"):
+        sample = MinedSample.read(record, "a record")
+        swaps = sample.mismatches
+        rated, _ = scores(session, sample.prompt_ids, sample.response_ids, swaps)
+        whole += rated
+        ids = [*sample.prompt_ids, *sample.response_ids]
+        count = len(sample.response_ids) + 1
+        logits = session.read([ids], count).logits[0].double().log_softmax(-1)
+        first += [
+            float(
+                logits[s.position, s.draft_token] - logits[s.position, s.target_token]
+            )
+            for s in swaps
+        ]
+    return np.array(whole), np.array(first)
+
+
+def labels(
+    rated: NDArray, first: NDArray, important: NDArray, samples: NDArray
+) -> dict[str, Any]:
+    """Compare scores with the labels by the answer."""
+    chosen_on = samples < LIMIT_SAMPLES
+    rows = []
+    for recall in LIMIT_RECALLS:
+        limit = float(np.quantile(rated[chosen_on & important], recall))
+        rest = ~chosen_on
+        rows.append(
+            {
+                "recall": recall,
+                "limit": limit,
+                "important_under": float((rated[rest & important] < limit).mean()),
+                "harmless_under": float((rated[rest & ~important] < limit).mean()),
+            }
+        )
+    return {
+        "score": measured(rated, ~important, samples),
+        "first_difference": measured(first, ~important, samples),
+        "limits": rows,
+    }
+
+
+def write_labelled(
+    folder: Path, source: Path, records: Sequence[Record], labelled: Sequence[bool]
+) -> None:
+    """Write a run folder whose records have other labels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text((source / "run.json").read_text())
+    left = iter(labelled)
+    lines = []
+    for record in records:
+        mismatches = [
+            {**swap, "important": bool(next(left))} for swap in record["mismatches"]
+        ]
+        lines.append(json.dumps({**record, "mismatches": mismatches}) + "\n")
+    (folder / "journal.jsonl").write_text("".join(lines))
+
+
+def judged(pair: Pair, run: Path) -> tuple[Record, dict[float, str]]:
+    """Return a judge's figures, and its rules by recall."""
+    plan = HeadPlan(Inputs(), run / "judge", FitConfig())
+    metrics = with_bars(fit_run, pair, run, plan).metrics
+    listed = {row["recall"]: row["threshold"] for row in metrics["thresholds"]}
+    figures = {
+        "auc_on_own_labels": metrics["auc_out_of_fold"],
+        "mismatches": metrics["mismatches"],
+        "important": metrics["important"],
+    }
+    rules = {recall: f"judge:{run / 'judge'}@{listed[recall]}" for recall in RECALLS}
+    return figures, rules
+
+
+def decode(
+    pair: Pair,
+    task: Task,
+    rules: dict[str, dict[float, str]],
+    given: argparse.Namespace,
+) -> dict[str, Any]:
+    """Decode other problems with the judges."""
+    out: Path = given.out
+    wanted = [
+        "exact",
+        *(rule for by_recall in rules.values() for rule in by_recall.values()),
+    ]
+    config = CompareConfig(
+        rules=tuple(wanted),
+        windows=(WINDOW,),
+        limit=given.problems,
+        timed=1,
+        repeats=1,
+    )
+    with progress_bars() as show:
+        rows = compare(pair, task, config, out / "compare", show).rows
+    found = right_answers(out / "compare" / "compare.jsonl")
+    right = {rule: found[rule, WINDOW] for rule in wanted}
+    names = {
+        rule: f"{name}, recall {recall}"
+        for name, by_recall in rules.items()
+        for recall, rule in by_recall.items()
+    } | {"exact": "exact"}
+    tests = [mcnemar("exact", rule, right) for rule in wanted[1:]]
+    own = rules["answer"]
+    for name, by_recall in rules.items():
+        if name != "answer":
+            tests += [mcnemar(own[r], by_recall[r], right) for r in RECALLS]
+    points = [
+        {
+            "judge": names[row.rule],
+            "n": row.n,
+            "paired_loss": row.paired_loss,
+            "paired_loss_interval": row.paired_loss_interval,
+            "tokens_per_pass": row.tokens_per_pass,
+            "right": right[row.rule],
+        }
+        for row in rows
+        if row.rule in names
+    ]
+    paired = [
+        {**test.to_json(), "first": names[test.first], "second": names[test.second]}
+        for test in tests
+    ]
+    return {"decoded": points, "paired": paired}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_run(parser)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--samples", type=int, default=300)
+    parser.add_argument("--problems", type=int, default=300)
+    given = parser.parse_args()
+    out: Path = given.out
+    source = mined(given.run)
+    pair = source.pair()
+    records = source.first(out / "mined", given.samples)
+    (out / "answer").mkdir(parents=True, exist_ok=True)
+    (out / "answer" / "run.json").write_text((out / "mined" / "run.json").read_text())
+    found = by_answers(Search.of(source, pair, records), out / "answer", records)
+    rated, first = score(pair, found)
+    important = np.array([s["important"] for r in found for s in r["mismatches"]])
+    samples = np.repeat(range(len(found)), [len(r["mismatches"]) for r in found])
+    told = labels(rated, first, important, samples)
+    figures, rules = {}, {}
+    figures["answer"], rules["answer"] = judged(pair, out / "answer")
+    for row in told["limits"]:
+        name = f"likelihood {row['limit']:.1f}"
+        write_labelled(out / name, out / "answer", found, rated < row["limit"])
+        figures[name], rules[name] = judged(pair, out / name)
+    about = {"pair": pair.name, "task": source.task.label, "labels": told}
+    about |= {"judges": figures, **decode(pair, source.task, rules, given)}
+    write_results(out / "selfjudge.json", about)
+    print(json.dumps(about, indent=1))
+
+
+if __name__ == "__main__":
+    main()
