@@ -47,9 +47,10 @@ from lenience.tasks import Sample, Task, load_task, take
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from recording import write_results
 
-LEVELS = ("low", "medium", "high")
 TRIALS = 3
 TRIAL_PROBLEMS = 30
+KL_SHARES = (0.7, 0.8, 0.9)
+"""Shares of positions under the thresholds of KL."""
 QUANTILES = (0.5, 0.75, 0.9)
 KEPT = (
     "rule", "n", "accuracy", "accuracy_interval", "paired_loss", "paired_loss_interval",
@@ -262,10 +263,17 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
+    about = study(given)
+    write_results(given.out / "fuzzy_thresholds.json", about)
+    print(json.dumps(about, indent=1))
+
+
+def study(given: argparse.Namespace) -> dict[str, Any]:
+    """Choose thresholds, and return all figures."""
     pair = load_pair(given.target, given.draft)
     task = load_task(given.task, data=given.data)
     samples = take(task, "train", None)[-given.chosen_on - TRIAL_PROBLEMS :]
-    chosen_on, trials_on = samples[TRIAL_PROBLEMS:], samples[:TRIAL_PROBLEMS]
+    chosen_on = samples[TRIAL_PROBLEMS:]
     found = positions(pair, chosen_on, given.temperature)
     options: dict[str, Any] = {"temperature": given.temperature}
     if given.temperature:
@@ -276,14 +284,12 @@ def main() -> None:
         found.values["js"],
         window=given.window,
         options=options,
-        trials_on=trials_on,
+        trials_on=samples[:TRIAL_PROBLEMS],
     )
     chosen = [chooser.choose(length) for length in track(given.lengths, "thresholds")]
     limits = [each["threshold"] for each in chosen]
-    kl_limits = [
-        float(np.quantile(found.values["kl"], q).round(4)) for q in (0.7, 0.8, 0.9)
-    ]
-    about = {
+    kl_limits = np.quantile(found.values["kl"], KL_SHARES).round(4).tolist()
+    return {
         "pair": pair.name,
         "task": task.name,
         "temperature": given.temperature,
@@ -294,8 +300,6 @@ def main() -> None:
         "js_step": js_step(),
         "levels": levels(pair, task, chosen, given),
     }
-    write_results(given.out / "fuzzy_thresholds.json", about)
-    print(json.dumps(about, indent=1))
 
 
 if __name__ == "__main__":

@@ -201,6 +201,13 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=300)
     parser.add_argument("--problems", type=int, default=300)
     given = parser.parse_args()
+    about = study(given)
+    write_results(given.out / "selfjudge.json", about)
+    print(json.dumps(about, indent=1))
+
+
+def study(given: argparse.Namespace) -> dict[str, Any]:
+    """Label, train, decode, and return all figures."""
     out: Path = given.out
     source = mined(given.run)
     pair = source.pair()
@@ -212,16 +219,20 @@ def main() -> None:
     important = np.array([s["important"] for r in found for s in r["mismatches"]])
     samples = np.repeat(range(len(found)), [len(r["mismatches"]) for r in found])
     told = labels(rated, first, important, samples)
-    figures, rules = {}, {}
+    figures = {}
+    rules = {}
     figures["answer"], rules["answer"] = judged(pair, out / "answer")
     for row in told["limits"]:
         name = f"likelihood {row['limit']:.1f}"
         write_labelled(out / name, out / "answer", found, rated < row["limit"])
         figures[name], rules[name] = judged(pair, out / name)
-    about = {"pair": pair.name, "task": source.task.label, "labels": told}
-    about |= {"judges": figures, **decode(pair, source.task, rules, given)}
-    write_results(out / "selfjudge.json", about)
-    print(json.dumps(about, indent=1))
+    return {
+        "pair": pair.name,
+        "task": source.task.label,
+        "labels": told,
+        "judges": figures,
+        **decode(pair, source.task, rules, given),
+    }
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from scipy.optimize import brentq
 
 from lenience.core.trees import Parents
 from lenience.decoding.pair import Pair
-from lenience.models.session import Session
+from lenience.models.session import Session, tree_cache
 from lenience.tasks import Task, take
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -126,7 +126,7 @@ def lookahead_answer(
 ) -> tuple[list[int], int, int]:
     """Return the answer, the passes and the tokens that they ran over."""
     state = Lookahead.start(size, prompt, np.random.default_rng(0))
-    session = Session(pair.target, capacity=len(prompt) + limit + 300)
+    session = session_for(pair, len(prompt) + limit)
     answer: list[int] = []
     passes = 0
     read = 0
@@ -142,6 +142,12 @@ def lookahead_answer(
         last = answer[-1]
     ends = [i for i, token in enumerate(answer) if token in pair.target.eos_ids]
     return answer[: min([limit, *(i + 1 for i in ends)])], passes, read
+
+
+def session_for(pair: Pair, tokens: int) -> Session:
+    """Return a session of the target with room for `tokens` and the largest tree."""
+    room = tokens + max(2 * width * (n - 1) + guesses for width, n, guesses in SIZES)
+    return Session(pair.target, 1, room, tree_cache(pair.target, 1, room))
 
 
 def read_tree(session: Session, ids: list[int], parents: Parents) -> list[int]:
@@ -172,7 +178,7 @@ def longest(
 
 def alone(pair: Pair, prompt: list[int], limit: int) -> tuple[list[int], int, int]:
     """Decode a token a pass in the same way."""
-    session = Session(pair.target, capacity=len(prompt) + limit + 300)
+    session = session_for(pair, len(prompt) + limit)
     answer: list[int] = []
     while len(answer) < limit and not (answer and answer[-1] in pair.target.eos_ids):
         answer += read_tree(session, prompt + answer, [])
