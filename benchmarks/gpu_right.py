@@ -84,6 +84,7 @@ PROMPTS = [
     [42, 17],
 ]
 NEW = 48
+"""Number of new tokens of an answer; a third of it in a dry run."""
 Answer = tuple[list[int], list[int]]
 """The tokens of a prompt, and of the target's answer by transformers."""
 
@@ -130,9 +131,9 @@ def compared(
 ) -> Result:
     """Count the answers that are the same as the target's own."""
     prompts = [prompt for prompt, _ in answers]
-    outs = pair.generate_batch(
-        prompts, **{"batch_size": 1, "window": 6, **options}, **LIMIT
-    )
+    most = max(len(own) for _, own in answers)
+    given = {"batch_size": 1, "window": 6, "max_new_tokens": most, **options}
+    outs = pair.generate_batch(prompts, rule="exact", **given)
     found: Result = {"prompts": len(outs), "same": 0, "near_ties": 0, "different": 0}
     for (prompt, own), out in zip(answers, outs):
         if out.tokens == own:
@@ -141,9 +142,6 @@ def compared(
             tie = near_tie(pair.target, prompt, out.tokens, own)
             found["near_ties" if tie else "different"] += 1
     return found | {"accepted": sum(out.accepted_exact for out in outs)}
-
-
-LIMIT = {"max_new_tokens": NEW, "rule": "exact"}
 
 
 def right(bench: Bench) -> Iterator[Item]:
@@ -155,7 +153,8 @@ def right(bench: Bench) -> Iterator[Item]:
     for name, dtype in kinds[:2] if bench.toy else kinds:
         pair = random_pair(CONFIGS[name], dtype, bench.device)
         prompts = PROMPTS[:2] if bench.toy else PROMPTS
-        answers = [(prompt, own_greedy(pair.target, prompt)) for prompt in prompts]
+        most = NEW // 3 if bench.toy else NEW
+        answers = [(each, own_greedy(pair.target, each, most)) for each in prompts]
         kind = f"{name}, {str(dtype).removeprefix('torch.')}"
         variants = DECODED | retrieved(pair, answers)
         variants |= fitted(pair, answers) if name == "llama" else {}
@@ -189,10 +188,10 @@ def failing(why: str) -> Result:
 
 
 @torch.inference_mode()
-def own_greedy(lm: LM, prompt: list[int]) -> list[int]:
+def own_greedy(lm: LM, prompt: list[int], most: int) -> list[int]:
     ids = torch.tensor([prompt], device=lm.device)
     out = lm.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most
     )
     return out[0, len(prompt) :].tolist()
 

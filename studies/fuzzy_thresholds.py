@@ -1,7 +1,7 @@
 """How FSD's thresholds are chosen, and what they bound (Holsman 2025, section 3 and appendix D).
 
-    python studies/fuzzy_thresholds.py OUT [--target T --draft D --task TASK --data FILES]
-        [--window 5] [--lengths 1.5 2.5 3.5] [--problems 200] [--temperature 1]
+    python studies/fuzzy_thresholds.py OUT [--run RUN] [--window 5] [--lengths 1.5 2.5 3.5]
+        [--problems 200] [--temperature 1]
 
 Writes OUT/fuzzy_thresholds.json and prints it:
 
@@ -32,17 +32,16 @@ from typing import Any
 
 import numpy as np
 from fuzzy import Positions, positions
-from mined import family
+from mined import add_run, family, mined
 from numpy.typing import NDArray
 from paired import mcnemar, right_answers
 from rich.progress import track
 from scipy.optimize import brentq
 
-from lenience import load_pair
 from lenience.cli.console import progress_bars
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
-from lenience.tasks import Sample, Task, load_task, take
+from lenience.tasks import Sample, Task, take
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from recording import write_results
@@ -250,11 +249,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_run(parser)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--target")
-    parser.add_argument("--draft")
-    parser.add_argument("--task", default="wordmath")
-    parser.add_argument("--data", help="files of a published benchmark")
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--chosen-on", type=int, default=100)
     parser.add_argument("--timed", type=int, default=12)
@@ -270,8 +266,9 @@ def main() -> None:
 
 def study(given: argparse.Namespace) -> dict[str, Any]:
     """Choose thresholds, and return all figures."""
-    pair = load_pair(given.target, given.draft)
-    task = load_task(given.task, data=given.data)
+    source = mined(given.run)
+    pair = source.pair()
+    task = source.task
     samples = take(task, "train", None)[-given.chosen_on - TRIAL_PROBLEMS :]
     chosen_on = samples[TRIAL_PROBLEMS:]
     found = positions(pair, chosen_on, given.temperature)
@@ -291,7 +288,7 @@ def study(given: argparse.Namespace) -> dict[str, Any]:
     kl_limits = np.quantile(found.values["kl"], KL_SHARES).round(4).tolist()
     return {
         "pair": pair.name,
-        "task": task.name,
+        "task": task.label,
         "temperature": given.temperature,
         "window": given.window,
         "calibration": chosen,

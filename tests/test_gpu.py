@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import gpu_report
+import gpu_scale
 import gpu_serving
 from gpu_bench import Bench, Item
+
+from lenience.cli.commands import app
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,14 +74,47 @@ def test_a_dry_run_makes_every_measurement_once(
         assert wanted in page.read_text()
 
 
-def test_a_dry_run_trains_mines_and_certifies(tmp_path: Path) -> None:
-    dry_run(tmp_path, "--minutes", "30", "--only", "scale")
-    rows = {row["key"]: row for row in rows_of(tmp_path)}
-    assert [row for row in rows.values() if "failed" in row] == []
-    assert [row for row in rows.values() if "skipped" in row] == [
-        rows["scale/SmolLM2, train"]
-    ]
-    assert rows["scale/certify"]["told"]["certified"]
+@pytest.mark.parametrize("toy", [True, False])
+def test_a_target_is_trained_and_each_command_after_it_is_understood(
+    toy: bool, tmp_path: Path
+) -> None:
+    """What the commands do is tested where they are: this is how they are called."""
+    bench = Bench(tmp_path, torch.device("cpu"), toy=toy)
+    if toy:
+        trained = gpu_scale.train_large(bench, tmp_path / "target")
+        assert trained["steps"] > 1 and trained["loss"] < 8
+        assert (tmp_path / "target" / "model.safetensors").is_file()
+    commands = gpu_scale.commands(
+        bench, tmp_path / "target", tmp_path / "draft", tmp_path / "run"
+    )
+    assert list(commands) == ["mine", "fit", "compare", "tune", "certify"]
+    for name, arguments in commands.items():
+        command, bound, _ = app.parse_args(
+            [*arguments, "--json"], exit_on_error=False, print_error=False
+        )
+        assert command.__name__ == name and bound.kwargs["json"] is True
+
+
+def test_the_steps_of_a_larger_target_end_with_a_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps run in the order in which each needs the ones before, and a failed one is told."""
+    told: list[str] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        told.append(command[3])
+        failed = command[3] == "tune"
+        return subprocess.CompletedProcess(command, failed, '{"done": 1}', "no luck")
+
+    monkeypatch.setattr(gpu_scale, "subprocess", SimpleNamespace(run=run))
+    bench = Bench(tmp_path, torch.device("cpu"), toy=True)
+    bench.begin()
+    assert bench.run("scale", gpu_scale.scale(bench), until=float("inf"))
+    rows = {row["key"]: row for row in rows_of(tmp_path)[1:]}
+    assert told == ["mine", "fit", "compare", "tune", "certify"]
+    assert "no luck" in rows["scale/tune"]["failed"]
+    assert rows["scale/certify"]["told"] == {"done": 1}
+    assert "SmolLM2" in rows["scale/SmolLM2, train"]["skipped"]
 
 
 def test_engines_that_are_not_installed_are_skipped_and_named(

@@ -543,7 +543,7 @@ def eagle(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> str:
         shutil.copytree(EMBEDDED / "run", tmp_path_factory.mktemp("eagle") / "run")
     )
     journal = run / "journal.jsonl"
-    few = journal.read_text().splitlines(keepends=True)[:150]
+    few = journal.read_text().splitlines(keepends=True)[:60]
     journal.write_text("".join(few))
     plan = DrafterPlan("eagle", run / "eagle", epochs=1)
     fit_drafter(pair, run, plan)
