@@ -40,6 +40,7 @@ from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Inputs
 from lenience.mining.by_likelihood import scores
 from lenience.models.session import Session
+from lenience.rules.parsing import parse_rule
 from lenience.runs.journal import Journal
 from lenience.runs.record import MinedSample
 from lenience.tasks import Task
@@ -136,7 +137,8 @@ def judged(pair: Pair, run: Path) -> tuple[Record, dict[float, str]]:
         "mismatches": metrics["mismatches"],
         "important": metrics["important"],
     }
-    rules = {recall: f"judge:{run / 'judge'}@{listed[recall]}" for recall in RECALLS}
+    judge = f'judge:"{run / "judge"}"'
+    rules = {recall: str(parse_rule(f"{judge}@{listed[recall]}")) for recall in RECALLS}
     return figures, rules
 
 

@@ -39,6 +39,7 @@ PARTS: dict[str, tuple[Any, ...]] = {
         "kl:0.4",
         "ensemble:0.5",
         "cascade:opt@0.2",
+        "diversed:{folder}/mixture",
         "fly:0.3,3",
         "mentored:0.2",
         "random:0.6",
@@ -104,6 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> Path:
     both = llama.target.hidden_size + llama.draft.hidden_size
     for role, inputs, width in (
         ("judge", Inputs(tokens=("draft",)), both),
+        ("mixture", Inputs(tokens=("previous",)), both),
         ("stop", Inputs(("draft",), ("previous",)), llama.draft.hidden_size),
         ("gate", Inputs(("draft",), ("draft",)), llama.draft.hidden_size),
     ):

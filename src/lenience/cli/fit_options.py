@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lenience.training.acceptance import TreeSampling
     from lenience.training.fit import HeadPlan
     from lenience.training.fit_drafter import DrafterPlan
+    from lenience.training.mixture import MixturePlan
 
 MOST_HEADS = 32
 """Maximum number of heads of a drafter."""
@@ -68,6 +69,9 @@ class FitFlags:
     gate: Flag = False
     """Train a gate, which ends drafting and also marks tokens that skip verification, used as
     --stop gate:RUN/gate@T (SPRINTER)."""
+    mixture: Flag = False
+    """Train a head that weighs the target against the draft at each position, used as
+    --rule diversed:RUN/mixture (DIVERSED). It learns from which of its answers are right."""
     drafter: Literal["medusa", "blockwise", "eagle", "model", "skip"] | None = None
     """Drafter to train on the target's answers in the run. medusa (heads with their own vocabulary
     matrices), blockwise (heads that share the target's matrix) and eagle (a layer on the target's
@@ -177,6 +181,14 @@ class FitFlags:
             epochs=self.epochs,
             seed=self.seed,
         )
+
+    def mixture_plan(self, run: Path) -> MixturePlan:
+        """Return the plan of a mixture. Raises InputError for flags that exclude each other."""
+        from lenience.training.mixture import MixturePlan
+
+        ours = ("mixture", "out", "seed")
+        self._refuse_others(*ours, what="another head than --mixture's")
+        return MixturePlan(self.out or run / "mixture", seed=self.seed)
 
     def _check_vocabulary(self) -> None:
         """Raise InputError if the drafter cannot have a draft vocabulary."""

@@ -43,6 +43,7 @@ from lenience.cli.tables import (
     print_curve,
     print_drafter,
     print_mined,
+    print_mixture,
     print_skipped,
     print_thresholds,
     print_trees,
@@ -139,8 +140,8 @@ def mine(
 
 def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> None:
     """Train a judge on a mined run and save it in RUN/judge. Other flags train a stop head
-    (RUN/stop), a gate (RUN/gate) or a drafter (RUN/medusa, RUN/blockwise, RUN/eagle, RUN/model), or
-    measure trees (RUN/tree.json).
+    (RUN/stop), a gate (RUN/gate), a mixture (RUN/mixture) or a drafter (RUN/medusa, RUN/blockwise,
+    RUN/eagle, RUN/model), or measure trees (RUN/tree.json).
 
     Parameters
     ----------
@@ -154,6 +155,8 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         return _search_layers(run, flags, json)
     if flags.drafter is not None:
         return _fit_drafter(run, flags, json)
+    if flags.mixture:
+        return _fit_mixture(run, flags, json)
     if flags.tree:
         return _fit_tree(run, flags, json)
     plan = flags.plan(run)
@@ -200,6 +203,19 @@ def _fit_tree(run: Path, flags: FitFlags, json: bool) -> None:
     planned = print_trees(found, run / "tree.json")
     if json:
         print_json({"drafter": found.drafter, "shares": found.shares, "trees": planned})
+
+
+def _fit_mixture(run: Path, flags: FitFlags, json: bool) -> None:
+    from lenience.training.mixture import fit_mixture
+
+    plan = flags.mixture_plan(run)
+    mined_with(run)  # raises where nothing is mined
+    models = models_of(run, Models(flags.target, flags.draft, device=flags.device))
+    task = choice_of(run, TaskChoice()).load()
+    fitted = with_bars(fit_mixture, models.load(tokens=MANY), task, run, plan)
+    print_mixture(fitted, plan.out)
+    if json:
+        print_json({"mixture": str(plan.out), **fitted.metrics})
 
 
 def _search_layers(run: Path, flags: FitFlags, json: bool) -> None:

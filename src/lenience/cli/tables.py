@@ -489,6 +489,24 @@ def print_audit(watch: Audit, state: State, again: int) -> None:
         )
 
 
+def print_mixture(head: Head, folder: Path) -> None:
+    """Print how the rewards and the rejections changed while a mixture was trained, and the command
+    that uses it."""
+    history = head.metrics["history"]
+    part = max(1, len(history) // 5)
+    columns = ("updates", "right answers", "rejected tokens, expected")
+    table = Table(*columns, box=None)
+    for name, rows in (
+        ("the first fifth", history[:part]),
+        ("the last", history[-part:]),
+    ):
+        reward = sum(row["reward"] for row in rows) / len(rows)
+        rejected = sum(row["rejected"] for row in rows) / len(rows)
+        table.add_row(name, f"{reward:.1%}", f"{rejected:.1%}")
+    screen.print(table)
+    say(f"use it as --rule diversed:{folder}")
+
+
 def print_thresholds(head: Head, folder: Path) -> None:
     """Print the thresholds of a trained head, their figures, and the command that uses it."""
     printers = {"judge": _print_judge, "stop": _print_stop, "gate": _print_gate}

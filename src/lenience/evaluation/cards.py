@@ -16,7 +16,7 @@ from lenience.heads.head import Head, Role, load_head
 from lenience.runs.certificate import FILE, Certificate, read_certificate
 from lenience.runs.record import RunRecord, read_run
 
-ROLES: tuple[Role, ...] = ("judge", "stop", "gate")
+ROLES: tuple[Role, ...] = ("judge", "stop", "gate", "mixture")
 
 
 def push(folder: Path, name: str, licence: str | None, private: bool) -> str:
@@ -106,11 +106,14 @@ def _facts(head: Head, record: RunRecord | None) -> Iterator[tuple[str, Any]]:
         low, high = metrics.get("auc_interval", (None, None))
         interval = "" if low is None else f" (95 %: {low:.3f}–{high:.3f})"
         yield "AUC out of fold", f"{metrics['auc_out_of_fold']:.3f}{interval}"
-    yield "its own threshold", f"{head.threshold:.6g}"
+    if head.role != "mixture":
+        yield "its own threshold", f"{head.threshold:.6g}"
 
 
 def _used(head: Head, name: str) -> str:
     """Return the spec of a rule or stop condition that uses a head of the Hub."""
+    if head.role == "mixture":
+        return f"diversed:{PREFIX}{name}"
     asked = f"{PREFIX}{name}@{head.threshold:.6g}"
     return {"judge": f"judge:{asked}", "stop": f"exact; stop=head:{asked}"}.get(
         head.role, f"speculative; stop=gate:{asked}"

@@ -22,7 +22,7 @@ from lenience.core.hub import local
 from lenience.core.types import Draft, Reading
 from lenience.heads import lookahead
 
-Role = Literal["judge", "stop", "gate"]
+Role = Literal["judge", "stop", "gate", "mixture"]
 MODELS = ("target", "draft")
 TOKENS = ("draft", "previous", "target")
 FURTHEST = 64
@@ -117,8 +117,8 @@ class Head:
     empty for heads of earlier versions."""
     folder: str = ""
     role: Role = "judge"
-    """Role of the head: "judge", or "stop" or "gate" for a head that ends drafting. The files are
-    named after it."""
+    """Role of the head: "judge"; "stop" or "gate" for a head that ends drafting; "mixture" for one
+    that weighs the target against the draft. The files are named after it."""
     temperature: float = 0.0
     """Sampling temperature of the answers in the training data; 0 for greedy answers."""
     drafter: dict[str, Any] | None = None

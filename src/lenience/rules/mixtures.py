@@ -17,6 +17,7 @@ from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.needs import Needs, Parts
 from lenience.core.types import Draft, Reading
+from lenience.heads.head import HeadReference
 from lenience.rules.base import (
     Lenient,
     draft_distribution,
@@ -29,25 +30,22 @@ from lenience.rules.divergence import mentor
 from lenience.rules.strict import accept_ratio, correct
 
 
-@dataclass(frozen=True)
-class Ensemble(Lenient):
-    """Verify against weight · target + (1 − weight) · draft (DIVERSE, 2026; `transformers`'
-    assistant_ensemble_weight). The mixture replaces the target's distribution: in speculative
-    sampling, or by its most probable token when greedy. The bonus is the target's."""
+class Mixing(Lenient):
+    """A rule that verifies against weight · target + (1 − weight) · draft."""
 
-    weight: float
-    name = "ensemble"
-    needs = Needs(Parts.DRAWS)
     composable = False
-    bounds: ClassVar = {"weight": (0, 1)}
-    grid = ("ensemble:0.8", "ensemble:0.6", "ensemble:0.5", "ensemble:0.4")
+
+    def weights(self, draft: Draft, reading: Reading, ctx: Context) -> float | Tensor:
+        """Return the target's weight, for all positions or for each [B, W, 1]."""
+        raise NotImplementedError
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         if ctx.greedy:
             return self.greedy_next_tokens(draft, reading, ctx)[:, :-1] == draft.tokens
         target = ctx.probs(reading.logits[:, :-1])
         drafted = draft_distributions(draft, ctx, target.shape[-1])
-        return accept_ratio(self._mixed(target, drafted), draft, ctx)
+        weight = self.weights(draft, reading, ctx)
+        return accept_ratio(weight * target + (1 - weight) * drafted, draft, ctx)
 
     def greedy_next_tokens(
         self, draft: Draft, reading: Reading, ctx: Context
@@ -57,9 +55,9 @@ class Ensemble(Lenient):
         before = reading.logits[:, :-1]
         own = reading.greedy_tokens
         logs = ctx.log_probs(before)
-        mixed = self._mixed(
-            logs.exp(), self._at_temperature(draft, ctx, logs.shape[-1])
-        )
+        weight = self.weights(draft, reading, ctx)
+        drafted = self._at_temperature(draft, ctx, logs.shape[-1])
+        mixed = weight * logs.exp() + (1 - weight) * drafted
         # never below the floor, except for the target's own choice
         floor = math.log(self.floor) if self.floor else -torch.inf
         least = logs.amax(-1, keepdim=True).clamp(max=floor)
@@ -75,9 +73,6 @@ class Ensemble(Lenient):
             ctx.probs(select_position(reading.logits, kept)), 1.0, kept, draft, ctx
         )
 
-    def _mixed(self, target: Tensor, drafted: Tensor) -> Tensor:
-        return self.weight * target + (1 - self.weight) * drafted
-
     @staticmethod
     def _at_temperature(draft: Draft, ctx: Context, vocabulary: int) -> Tensor:
         """Return [B, W, V]: the draft's distributions before truncation, at temperature 1 when
@@ -85,6 +80,52 @@ class Ensemble(Lenient):
         if draft.logits is None:
             return draft_distributions(draft, ctx, vocabulary)
         return ctx.log_probs(draft.logits).exp()
+
+
+@dataclass(frozen=True)
+class Ensemble(Mixing):
+    """Verify against weight · target + (1 − weight) · draft (DIVERSE, 2026; `transformers`'
+    assistant_ensemble_weight). The mixture replaces the target's distribution: in speculative
+    sampling, or by its most probable token when greedy. The bonus is the target's."""
+
+    weight: float
+    name = "ensemble"
+    needs = Needs(Parts.DRAWS)
+    bounds: ClassVar = {"weight": (0, 1)}
+    grid = ("ensemble:0.8", "ensemble:0.6", "ensemble:0.5", "ensemble:0.4")
+
+    def weights(self, draft: Draft, reading: Reading, ctx: Context) -> float:
+        return self.weight
+
+
+@dataclass(frozen=True)
+class Diversed(HeadReference, Mixing):
+    """Verify against a mixture as `ensemble` does, in which a trained head gives the target's
+    weight at each position from both models' states before the drafted token (DIVERSED, Wang
+    2026). `lenience fit RUN --mixture` trains it."""
+
+    name = "diversed"
+    role = "mixture"
+
+    def __post_init__(self) -> None:
+        HeadReference.__post_init__(self)
+        Lenient.__post_init__(self)
+        if self.threshold is not None:
+            raise InputError(
+                f"{self.name}: its head gives weights, which have no threshold; leave "
+                f"@{self.threshold:g} out"
+            )
+
+    @property
+    def heads(self) -> tuple[HeadReference, ...]:
+        return (self,)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(Parts.DRAWS | Parts.PROBS | Parts.STATES, self.head.inputs.layers)
+
+    def weights(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        return torch.sigmoid(self.head.window_logits(draft, reading, ctx))[..., None]
 
 
 CASCADES = ("chow", "diff", "opt", "token1", "token2", "token3")

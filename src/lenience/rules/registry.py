@@ -14,7 +14,7 @@ from lenience.rules.lenient import (
     TopK,
     Typical,
 )
-from lenience.rules.mixtures import Cascade, Ensemble, Mentored
+from lenience.rules.mixtures import Cascade, Diversed, Ensemble, Mentored
 from lenience.rules.strict import Block, Exact, Speculative
 
 RULES: dict[str, type[Term]] = {
@@ -30,6 +30,7 @@ RULES: dict[str, type[Term]] = {
         Fuzzy,
         GuardedKL,
         Ensemble,
+        Diversed,
         Cascade,
         Fly,
         Mentored,

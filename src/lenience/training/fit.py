@@ -73,7 +73,7 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
     prompts = [
         prompt
         for each in runs
-        for prompt in _prompts(each)
+        for prompt in prompt_digests(each)
         if prompt not in plan.without
     ]
     head = replace(head, prompts=tuple(dict.fromkeys(prompts)))
@@ -209,7 +209,7 @@ def _check_windows(run: Path) -> None:
             )
 
 
-def _prompts(run: Path) -> list[str]:
+def prompt_digests(run: Path) -> list[str]:
     """Return the digests of a run's prompts, in the journal's order."""
     mined = mined_samples(Journal(run / "journal.jsonl"))
     return [prompt_digest(sample.prompt_ids) for sample in mined]
@@ -227,7 +227,7 @@ def _examples(
         examples = replace(
             examples, shares=np.array(shares_harmless(run), dtype=np.float32)
         )
-    prompts = _prompts(run)
+    prompts = prompt_digests(run)
     if plan.without:
         kept = np.array([content not in plan.without for content in prompts])
         examples = examples.rows(kept[examples.samples])

@@ -1,0 +1,253 @@
+"""Training of the head that weighs the target against the draft (DIVERSED, Wang 2026)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lenience.core.errors import InputError
+from lenience.core.progress import Progress, silent
+from lenience.decoding.generation import Generation
+from lenience.decoding.pair import Pair
+from lenience.decoding.task_models import task_for
+from lenience.heads.head import Head, Inputs
+from lenience.models.session import Session
+from lenience.runs.answers import for_task
+from lenience.runs.journal import Journal
+from lenience.runs.record import mined_samples, read_run
+from lenience.tasks import Sample, Task, take
+from lenience.training.features import check_models
+from lenience.training.fit import prompt_digests
+
+INPUTS = Inputs(("draft", "target"), ("previous",))
+"""The states that predict a token, of both models."""
+MOMENTUM = 0.9
+"""Share of the earlier mean reward in the baseline that rewards are compared with."""
+
+
+@dataclass(frozen=True)
+class MixturePlan:
+    """Settings of the training. The defaults are those of the authors' configuration, except for
+    `acceptance`."""
+
+    out: Path
+    updates: int = 100
+    batch_size: int = 8
+    """Number of answers per update."""
+    rate: float = 5e-4
+    """Peak learning rate of AdamW, after a warm-up over a tenth of the updates; it then falls to 0
+    as a cosine."""
+    acceptance: float = 0.01
+    """Weight of the mean probability that a drafted token is rejected, beside the reward."""
+    window: int = 8
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """An answer that the mixture decoded, position by position."""
+
+    states: Tensor
+    """[n, F]: inputs of the head."""
+    target: Tensor
+    """[n]: the target's probability of the answer's token."""
+    draft: Tensor
+    """[n]: the draft's probability of it."""
+    distance: Tensor
+    """[n]: total variation of the models' distributions."""
+    reward: float
+
+
+@dataclass
+class _Weigher:
+    """The head in training: a linear layer on standardised states."""
+
+    mean: Tensor
+    scale: Tensor
+    layer: torch.nn.Linear = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layer = torch.nn.Linear(len(self.mean), 1)
+        torch.nn.init.zeros_(self.layer.weight)
+        torch.nn.init.zeros_(self.layer.bias)
+
+    def weights(self, states: Tensor) -> Tensor:
+        """Return [n]: the target's weight at each position."""
+        scaled = (states - self.mean) / self.scale
+        return torch.sigmoid(self.layer(scaled)[:, 0])
+
+    def folded(self) -> tuple[Tensor, float]:
+        """Return the weight [F] and the bias for states that are not standardised."""
+        weight = (self.layer.weight[0] / self.scale).detach()
+        bias = self.layer.bias[0].detach() - (weight * self.mean).sum()
+        return weight, float(bias)
+
+
+def fit_mixture(
+    pair: Pair, task: Task, run: Path, plan: MixturePlan, progress: Progress = silent
+) -> Head:
+    """Train the head by REINFORCE on the samples of a run, and save it in `plan.out`.
+
+    Each update decodes answers with the head so far, greedily, and rewards right answers with 1.
+    The loss is −(reward − baseline) · Σ log mixture(token) per answer, plus `plan.acceptance` times
+    the sum of the probabilities that a drafted token is rejected, weight · TV(target, draft).
+    Raises InputError if the run has other models, or its samples have no references.
+    """
+    pair.require_draft("fit --mixture")
+    check_models(pair, run)
+    task = task_for(pair, task, progress)
+    samples = _samples(task, run)
+    rng = np.random.default_rng(plan.seed)
+    order = cycle(rng.permutation(len(samples)).tolist())
+    head = _head(pair, run, plan)
+    head.save(plan.out)
+    training: _Training | None = None
+    history: list[dict[str, float]] = []
+    for update in range(plan.updates):
+        chosen = [samples[i] for i in islice(order, plan.batch_size)]
+        rollouts = _rollouts(pair, task, chosen, plan)
+        training = training or _Training(_standardising(rollouts), plan)
+        history.append(training.update(rollouts))
+        weight, bias = training.weigher.folded()
+        head = replace(head, weight=weight, bias=bias)
+        head.save(plan.out)
+        progress("training the mixture", update + 1, plan.updates)
+    prompts = tuple(dict.fromkeys(prompt_digests(run)))
+    head = replace(head, metrics={**head.metrics, "history": history}, prompts=prompts)
+    head.save(plan.out)
+    return head
+
+
+class _Training:
+    """The optimizer of a head, and the baseline of its rewards."""
+
+    def __init__(self, weigher: _Weigher, plan: MixturePlan):
+        self.weigher = weigher
+        self.plan = plan
+        self._baseline: float | None = None
+        self._optimizer = torch.optim.AdamW(weigher.layer.parameters(), lr=plan.rate)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda done: _rate(done, plan.updates)
+        )
+
+    def update(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Make a step, and return the mean reward and the mean probability that a drafted token is
+        rejected. The baseline is a running mean of the rewards before this step."""
+        reward = float(np.mean([rollout.reward for rollout in rollouts]))
+        against = reward if self._baseline is None else self._baseline
+        self._baseline = MOMENTUM * against + (1 - MOMENTUM) * reward
+        loss, rejected = _loss(self.weigher, rollouts, against, self.plan.acceptance)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        self._schedule.step()
+        return {"reward": reward, "rejected": rejected}
+
+
+def _samples(task: Task, run: Path) -> list[Sample]:
+    """Return the samples of a run that have a reference. Raises InputError if none has one."""
+    mined = {sample.id for sample in mined_samples(Journal(run / "journal.jsonl"))}
+    found = [
+        sample
+        for sample in take(task, "train", None)
+        if sample.id in mined and sample.reference is not None
+    ]
+    if not found:
+        raise InputError(
+            f"{run}: none of its samples has a reference, and a mixture learns from which answers "
+            "are right; mine a task with references"
+        )
+    return found
+
+
+def _head(pair: Pair, run: Path, plan: MixturePlan) -> Head:
+    """Return the untrained head, which gives both models the weight one half."""
+    sizes = {role: lm.hidden_size for role, lm in pair.models.items()}
+    about: dict[str, Any] = {
+        "updates": plan.updates,
+        "batch_size": plan.batch_size,
+        "rate": plan.rate,
+        "acceptance": plan.acceptance,
+        "window": plan.window,
+    }
+    return Head(
+        weight=torch.zeros(INPUTS.width(sizes)),
+        bias=0.0,
+        inputs=INPUTS,
+        threshold=0.5,
+        fingerprints=pair.fingerprints,
+        metrics=about,
+        role="mixture",
+        drafter=read_run(run).drafter,
+    )
+
+
+def _rollouts(
+    pair: Pair, task: Task, samples: Sequence[Sample], plan: MixturePlan
+) -> list[Rollout]:
+    """Decode answers to samples, and read both models' states and distributions along them."""
+    options = {"rule": f'diversed:"{plan.out}"', "window": plan.window}
+    decoder = for_task(pair.decoder(options), options, task)
+    prompts = [sample.prompt for sample in samples]
+    outs = pair.generate_batch(prompts, decoder, batch_size=len(prompts))
+    return [_read(pair, task, out, sample) for out, sample in zip(outs, samples)]
+
+
+@torch.no_grad()
+def _read(pair: Pair, task: Task, out: Generation, sample: Sample) -> Rollout:
+    n = len(out.tokens)
+    states: dict[str, Tensor] = {}
+    probs: dict[str, Tensor] = {}
+    for role, lm in pair.models.items():
+        reading = Session(lm).read([out.prompt_tokens + out.tokens], n + 1)
+        states[role] = reading.hidden[0, :n].float().cpu()
+        probs[role] = reading.logits[0, :n].float().softmax(-1).cpu()
+    width = min(part.shape[-1] for part in probs.values())
+    tokens = torch.tensor(out.tokens)[:, None].clamp(max=width - 1)
+    target, draft = probs["target"][:, :width], probs["draft"][:, :width]
+    return Rollout(
+        torch.cat([states[role] for role in INPUTS.models], 1),
+        target.gather(1, tokens)[:, 0],
+        draft.gather(1, tokens)[:, 0],
+        (target - draft).abs().sum(1) / 2,
+        float(task.correct(out.text, sample)),
+    )
+
+
+def _standardising(rollouts: Sequence[Rollout]) -> _Weigher:
+    states = torch.cat([rollout.states for rollout in rollouts])
+    return _Weigher(states.mean(0), states.std(0) + 1e-6)
+
+
+def _loss(
+    weigher: _Weigher, rollouts: Sequence[Rollout], baseline: float, acceptance: float
+) -> tuple[Tensor, float]:
+    """Return the loss of an update, and the mean probability that a drafted token is rejected."""
+    losses = []
+    rejected = []
+    for rollout in rollouts:
+        weight = weigher.weights(rollout.states)
+        mixed = weight * rollout.target + (1 - weight) * rollout.draft
+        advantage = rollout.reward - baseline
+        lost = weight * rollout.distance
+        losses.append(
+            acceptance * lost.sum() - advantage * mixed.clamp(min=1e-9).log().sum()
+        )
+        rejected.append(lost.detach())
+    return torch.stack(losses).mean(), float(torch.cat(rejected).mean())
+
+
+def _rate(done: int, updates: int) -> float:
+    """Return the share of the peak learning rate after `done` updates."""
+    warm = max(1, updates // 10)
+    if done < warm:
+        return 0.1 + 0.9 * done / warm
+    left = (done - warm) / max(1, updates - warm)
+    return float(0.5 * (1 + np.cos(np.pi * left)))
