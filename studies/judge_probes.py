@@ -9,9 +9,8 @@ Writes OUT/judge_probes.json and prints it:
   after the final norm, and of an MLP on two of them, on the annotated answers of
   studies/judge_decoding.py;
 - `self_correction`: how often the target's final answer is right if it continues a solution from
-  just after a slip, from the same place of the right solution, and from the question alone; and how
-  often it then states the slip's answer. The paper's reason for judging by states is that a target
-  corrects errors that it reads;
+  just after a slip, from the same place of the right solution, and from the question alone. The
+  paper's reason for judging by states is that a target corrects errors that it reads;
 - `exchanged`: strict decoding with the target as the draft of the draft: how many tokens of the
   better model the weaker one accepts.
 """
@@ -106,10 +105,8 @@ def self_correction(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
     last whole word."""
     task = load_task("wordmath")
     right: dict[str, list[bool]] = {"slip": [], "right solution": [], "question": []}
-    repeated: list[bool] = []
     for row in track(rows, "self-correction"):
         wanted = task.answer(row["correct"])
-        stated = task.answer(row["wrong"])
         cut = row["error"][1]
         starts = {
             "slip": row["wrong"][:cut],
@@ -122,12 +119,10 @@ def self_correction(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
             )
             answer = task.answer(start + out.text)
             right[name].append(answer == wanted)
-            if name == "slip":
-                repeated.append(answer == stated != wanted)
     told: dict[str, Any] = {"n": len(rows)}
     for name, outcomes in right.items():
         told[f"right after {name}"] = shares(outcomes)
-    return {**told, "the slip's own answer": shares(repeated)}
+    return told
 
 
 def shares(outcomes: list[bool]) -> dict[str, Any]:
