@@ -131,7 +131,8 @@ def lookahead_answer(
     passes = 0
     read = 0
     last = prompt[-1]
-    while len(answer) < limit and not (answer and answer[-1] in pair.target.eos_ids):
+    ends = pair.target.eos_ids
+    while len(answer) < limit and ends.isdisjoint(answer[-size[1] :]):
         tokens, parents, paths, level = state.tree(last)
         ids = prompt + answer + tokens
         greedy = read_tree(session, ids, parents)
@@ -140,8 +141,9 @@ def lookahead_answer(
         state.learn([greedy[1 + node] for node in level])
         answer += longest(tokens, paths, greedy)
         last = answer[-1]
-    ends = [i for i, token in enumerate(answer) if token in pair.target.eos_ids]
-    return answer[: min([limit, *(i + 1 for i in ends)])], passes, read
+    # a guess may go on after an EOS
+    last_places = (i + 1 for i, token in enumerate(answer) if token in ends)
+    return answer[: min([limit, *last_places])], passes, read
 
 
 def session_for(pair: Pair, tokens: int) -> Session:

@@ -84,6 +84,7 @@ def test_lookahead_decoding_answers_as_the_target(llama: Pair) -> None:
         own = llama.generate(prompt, rule="target", max_new_tokens=40).tokens
         for size in ((3, 2, 2), (5, 3, 4)):
             answer, count, read = survey.lookahead_answer(llama, prompt, 40, size)
+            # each pass keeps a token at least, also where a guess goes on after an EOS
             assert answer == own and count <= len(own) <= read
             passes += count
             tokens += len(own)
