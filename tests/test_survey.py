@@ -76,6 +76,19 @@ def test_two_draws_reach_at_most_what_a_linear_program_finds(
     assert survey.k_seq(p, q, 1) == pytest.approx(overlap)
 
 
+def test_lookahead_decoding_ends_at_an_eos_inside_a_guess(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever token of the answer is the end, there are not more passes than tokens."""
+    prompt = [5, 9, 3, 7]
+    own = llama.generate(prompt, rule="target", max_new_tokens=60).tokens
+    for end in sorted(set(own)):
+        monkeypatch.setattr(llama.target, "eos_ids", frozenset({end}))
+        answer, passes, _ = survey.lookahead_answer(llama, prompt, 60, (5, 4, 6))
+        assert answer == own[: own.index(end) + 1]
+        assert passes <= len(answer)
+
+
 def test_lookahead_decoding_answers_as_the_target(llama: Pair) -> None:
     rng = np.random.default_rng(0)
     passes = tokens = 0
