@@ -195,7 +195,8 @@ class MineFlags:
     """Method of labelling a mismatch: by the final answer after the swap, or by the likelihood of
     the target's own response after it, for tasks without answers to compare (SelfJudge)."""
     least: float | None = None
-    """Score in nats under which a mismatch is important, for --labels likelihood. Default: -6."""
+    """Score in nats under which a mismatch is important, for --labels likelihood. Default:
+    -11.4."""
     policy: str | None = None
     """Decoder whose answers are mined instead of the target's, such as 'judge:RUN/judge@0.99;
     window=16'. Labels mark its leniently accepted tokens that changed the answer. Use a new run
@@ -233,8 +234,10 @@ class MineFlags:
             raise InputError("--resamples: cannot be combined with --policy")
         if self.workers is not None and self.workers < 1:
             raise InputError(f"--workers {self.workers}: must be 1 or more")
-        if self.policy is not None and (self.workers, self.ray) != (None, None):
-            raise InputError("--policy: cannot be combined with --workers or --ray")
+        if (self.workers, self.ray) != (None, None):
+            alone = "--policy" if self.policy is not None else "--labels likelihood"
+            if self.policy is not None or self.labels == "likelihood":
+                raise InputError(f"{alone}: cannot be combined with --workers or --ray")
         if self.answers_only and self.plan is not None:
             raise InputError(
                 "--plan: counts important mismatches; leave out --answers-only"

@@ -51,7 +51,7 @@ from lenience.runs.uses import prompt_digest
 from lenience.tasks import Sample, Task, take
 
 DRAFT_MODEL = DraftModel()
-LEAST_SCORE = -6.0
+LEAST_SCORE = -11.4
 """Default score under which a mismatch is important, for labels by likelihood."""
 
 
