@@ -77,7 +77,7 @@ def test_sampled_tokens_have_the_mixtures_distribution(
 
 def test_a_threshold_is_refused(tmp_path: Path) -> None:
     rule = save_mixture(tmp_path, [0.0, 0.0])
-    with pytest.raises(InputError, match="which have no threshold"):
+    with pytest.raises(InputError, match="takes no @threshold"):
         lenience.rule(f"{rule}@0.5")
     with pytest.raises(InputError, match="cannot be combined"):
         lenience.rule(f"{rule}|exact")

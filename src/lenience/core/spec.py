@@ -104,8 +104,9 @@ def _as_text(content: Any) -> str:
 
 
 def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
-    """Return the fields of a dataclass, positional ones first."""
-    return sorted(dataclasses.fields(kind), key=lambda item: bool(item.kw_only))
+    """Return the fields that a dataclass is made from, positional ones first."""
+    given = [item for item in dataclasses.fields(kind) if item.init]
+    return sorted(given, key=lambda item: bool(item.kw_only))
 
 
 def _quote(text: str) -> str:
@@ -235,7 +236,7 @@ def _arguments(
     return values
 
 
-SHARED_KEYS = ("unchecked", "floor", "budget", "begin", "end")
+SHARED_KEYS = ("unchecked", "floor", "overshoot", "budget", "begin", "end")
 """Arguments that every lenient rule or head takes; `template` leaves them out."""
 
 

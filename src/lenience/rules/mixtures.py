@@ -7,7 +7,7 @@ None of them goes with other rules. The bonus is the target's.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -104,17 +104,14 @@ class Diversed(HeadReference, Mixing):
     weight at each position from both models' states before the drafted token (DIVERSED, Wang
     2026). `lenience fit RUN --mixture` trains it."""
 
+    threshold: None = field(default=None, init=False)
+    """None: the head gives weights, which have no threshold."""
     name = "diversed"
     role = "mixture"
 
     def __post_init__(self) -> None:
         HeadReference.__post_init__(self)
         Lenient.__post_init__(self)
-        if self.threshold is not None:
-            raise InputError(
-                f"{self.name}: its head gives weights, which have no threshold; leave "
-                f"@{self.threshold:g} out"
-            )
 
     @property
     def heads(self) -> tuple[HeadReference, ...]:
