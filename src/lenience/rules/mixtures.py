@@ -104,8 +104,7 @@ class Diversed(HeadReference, Mixing):
     weight at each position from both models' states before the drafted token (DIVERSED, Wang
     2026). `lenience fit RUN --mixture` trains it."""
 
-    threshold: None = field(default=None, init=False)
-    """None: the head gives weights, which have no threshold."""
+    threshold: None = field(default=None, init=False)  # a weight has none
     name = "diversed"
     role = "mixture"
 
