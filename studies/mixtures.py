@@ -95,7 +95,8 @@ def study(given: argparse.Namespace) -> dict[str, Any]:
             shutil.copy(source.run / name, run)
     told, learned = heads(pair, source.task, run, out, given)
     strict = "speculative" if given.temperature else "exact"
-    rules = (strict, *Cascade.grid, *ENSEMBLES, *CAPPED, *learned)
+    named = (strict, *Cascade.grid, *ENSEMBLES, *CAPPED, *learned)
+    rules = tuple(str(parse_rule(rule)) for rule in named)
     config = CompareConfig(
         rules=rules,
         windows=(WINDOW,),
