@@ -79,8 +79,11 @@ def test_a_run_with_other_labels_is_refused_and_a_judge_learns_from_these(
             mine(llama, OpenTask(), tmp_path, other)
     head = fit_run(llama, tmp_path, HeadPlan(Inputs(("target",)), tmp_path / "judge"))
     assert head.metrics["mismatches"] > 50
-    rule = f"judge:{tmp_path / 'judge'}@0.5"
-    assert llama.generate("w3 w4", rule=rule, max_new_tokens=8).tokens
+    strict = llama.generate("w3 w4", rule="exact", max_new_tokens=30)
+    rule = f"judge:{tmp_path / 'judge'}"
+    none = llama.generate("w3 w4", rule=f"{rule}@1", max_new_tokens=30)
+    every = llama.generate("w3 w4", rule=f"{rule}@0", max_new_tokens=30)
+    assert none.tokens == strict.tokens != every.tokens
 
 
 def test_labels_that_answers_had_hold_no_score(llama: Pair, tmp_path: Path) -> None:

@@ -158,7 +158,14 @@ def test_training_begins_with_equal_weights_and_saves_what_it_learned(
     assert len(head.prompts) == 6 and again.inputs == Inputs(
         ("draft", "target"), ("previous",)
     )
-    assert llama.generate(prompt, rule=f"diversed:{tmp_path / 'mixture'}", **options)
+    for bias, like in ((40.0, "exact"), (-40.0, "ensemble:0")):
+        head.weight.zero_()
+        head.bias = bias
+        head.save(tmp_path / f"sure{bias}")
+        sure = llama.generate(
+            prompt, rule=f"diversed:{tmp_path / f'sure{bias}'}", **options
+        )
+        assert sure.tokens == llama.generate(prompt, rule=like, **options).tokens
 
 
 def test_acceptance_alone_moves_the_weight_to_the_draft(

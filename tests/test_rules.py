@@ -432,6 +432,24 @@ def test_greedy_cascades_keep_the_drafts_best_where_it_stays(
     assert (verdict.num_accepted, verdict.next_token) == (kept, best[kept])
 
 
+@pytest.mark.parametrize("rule", ["ensemble:0.2", "cascade:diff,overshoot={}@1"])
+@given(made=hard_windows, most=st.floats(1, 4))
+@settings(max_examples=60)
+def test_greedy_mixtures_emit_nothing_above_the_overshoot_but_the_targets_choice(
+    rule: str, made, most: float
+) -> None:
+    """Neither as an accepted token nor as the correction."""
+    tokens, logits, drafted = made
+    p, q = softmax(logits), softmax(drafted)
+    spec = rule.format(most) if "{}" in rule else f"{rule},overshoot={most}"
+    draft = window(tokens, torch.tensor(drafted))
+    verdict = decide(lenience.rule(spec), draft, reading(logits), greedy())
+    emitted = [*verdict.drafted[: verdict.num_accepted], verdict.next_token]
+    for i, token in enumerate(emitted[: len(tokens)]):
+        over = q[i, token] > most * p[i, token] * (1 + 1e-4) + 1e-6
+        assert not over or p[i, token] > p[i].max() - 1e-6
+
+
 @given(
     exact=st.lists(st.booleans(), min_size=1, max_size=12),
     unsure=st.lists(st.booleans(), min_size=12, max_size=12),
@@ -787,6 +805,36 @@ def test_an_overshoot_caps_what_an_ensemble_and_random_acceptance_produce(
         done, _ = decode_many(lenience.rule(spec), 6000, seed=9)
         first = np.bincount(done[:, 0], minlength=3)
         assert chisquare(first, (kept + left * after) * 6000).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["chow", "token2"])
+def test_a_sampled_cascade_keeps_its_floor_and_its_overshoot(kind: str) -> None:
+    """Tokens below the floor have the target's mass alone; capped ones at most C times it, and what
+    is left is spread as the target is."""
+    p, q = TARGET[()], DRAFT[()]
+    alpha = 1.0  # all tokens stay
+    floor = float(np.sort(p)[1]) - 1e-3
+    stays = p >= floor
+    wanted = q * stays + p * q[~stays].sum()
+    rule = lenience.rule(f"cascade:{kind},floor={floor}@{alpha}")
+    done, _ = decode_many(rule, 6000, seed=9)
+    first = np.bincount(done[:, 0], minlength=3)
+    # a drafted token below the floor is never accepted, so its mass is drawn anew
+    kept = np.minimum(q, wanted) * stays
+    rest = np.maximum(wanted - q, 0)
+    expected = kept + (1 - kept.sum()) * rest / rest.sum()
+    possible = expected > 0
+    assert not first[~possible].any()
+    assert chisquare(first[possible], expected[possible] * 6000).pvalue > 1e-3
+    rule = lenience.rule(f"cascade:{kind},overshoot=1.2@{alpha}")
+    done, _ = decode_many(rule, 6000, seed=9)
+    first = np.bincount(done[:, 0], minlength=3)
+    capped = np.minimum(q, 1.2 * p)
+    wanted = capped + p * (1 - capped.sum())
+    kept = np.minimum(np.minimum(q, wanted), 1.2 * p)
+    rest = np.maximum(wanted - q, 0)
+    expected = kept + (1 - kept.sum()) * rest / rest.sum()
+    assert chisquare(first, expected * 6000).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.2, 0.35, 0.6])

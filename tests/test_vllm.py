@@ -993,7 +993,7 @@ def test_what_cannot_be_done_as_asked_is_refused_before_the_start(
     for changes, message in (
         (asks("topk"), "topk needs k"),
         (asks("topk:3", windw=4), "has windw, which is unknown"),
-        (asks(f"judge:{both}@0.5"), "train a judge with --models target"),
+        (asks(f"judge:{both}@0.5"), "take a judge trained with --models target"),
         (asks(f"judge:{other}@0.5"), "was trained for another target"),
         ({**asks("topk:3"), "speculative_config": None}, "does not draft"),
         ({**asks("topk:3"), "speculative_config": synthetic}, "is a rule of its own"),

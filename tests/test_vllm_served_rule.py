@@ -243,7 +243,7 @@ def test_heads_that_do_not_fit_are_refused(
             checks.check(server, config(**changes))
 
     own, target = built_in.fingerprints, Inputs(("target",))
-    refused(Inputs(), own, "train a judge with --models target")
+    refused(Inputs(), own, "take a judge trained with --models target")
     refused(Inputs(("target",), layers=(-1,)), own, "train a judge without --layer")
     refused(target, {**own, "target": "another"}, "was trained for another target")
     refused(target, {**own, "draft": "another"}, "was trained for another draft")

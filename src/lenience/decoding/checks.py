@@ -187,14 +187,14 @@ def _check_fit(
 
 
 def warn_of_another_drafter(decoder: Decoder) -> None:
-    """Warn of a judge that was mined with another drafter."""
+    """Warn of a head that was trained with another drafter."""
     drafter = decoder.drafter
     for part in decoder.rule.heads:
         if part.head.drafter != drafter.record:
             mined = (part.head.drafter or {"spec": "model"})["spec"]
             warnings.warn(
-                f"rule {decoder.rule}, drafter {drafter}: the judge was mined with drafter "
-                f"{mined} and may lose far more answers on this one's tokens; certify it",
+                f"rule {decoder.rule}, drafter {drafter}: the {part.head.role} was mined with "
+                f"drafter {mined} and may lose far more answers on this one's tokens; certify it",
                 stacklevel=4,
             )
             return

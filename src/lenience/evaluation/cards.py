@@ -16,6 +16,12 @@ from lenience.heads.head import Head, Role, load_head
 from lenience.runs.certificate import FILE, Certificate, read_certificate
 from lenience.runs.record import RunRecord, read_run
 
+DOES: dict[Role, str] = {
+    "judge": "predicts which tokens that differ from the target's do not matter for the task",
+    "stop": "predicts where the target would reject a token, and ends the window there",
+    "gate": "predicts which tokens the target would accept, and lets them skip verification",
+    "mixture": "weighs the target's distribution against the draft's at each position",
+}
 ROLES: tuple[Role, ...] = ("judge", "stop", "gate", "mixture")
 
 
@@ -61,6 +67,7 @@ def card(
     return template("card.md").render(
         name=name,
         role=head.role,
+        does=DOES[head.role],
         licence=licence,
         bases=[
             model
@@ -134,10 +141,12 @@ def _told(certificate: Certificate | None) -> str:
     if certificate is None or certificate.certified is None:
         return "There is none: what it loses was not bounded."
     certified = certificate.certified
+    setting = "this head"
+    if certified.threshold is not None:
+        setting = f"threshold {certified.threshold:.6g}"
     return (
         f"With {certificate.confidence:.4g} confidence the loss ({certificate.loss}) "
-        "of threshold "
-        f"{certified.threshold:.6g} at window {certified.shown_window} is at most "
+        f"of {setting} at window {certified.shown_window} is at most "
         f"{certificate.max_drop:.2%}, by {certificate.n} prompts of "
         f"{certificate.binds['task']}, "
         f"at {certified.tokens_per_pass:.2f} tokens per pass; certificate.json says "

@@ -28,34 +28,37 @@ def scores(
     before = len(prompt)
     whole = [*prompt, *response]
     found: dict[int, float] = {}
-    # states of the whole response, from the one that predicts its first token
-    own = _log_probs(session, whole, len(response) + 1)
+    # from the state that predicts the response's first token on
+    own = _logits(session, whole, len(response) + 1)
     tokens = len(whole)
-    likely = _of(own, response)
+    likely = _log_probs(own, response)
+    changes = {
+        swap.position: float(
+            own[swap.position, swap.draft_token] - own[swap.position, swap.target_token]
+        )
+        for swap in swaps
+    }
     # from the right, each prefix is still in the cache
     for swap in sorted(swaps, key=lambda swap: swap.position, reverse=True):
         i = swap.position
         after = response[i + 1 : i + 1 + AHEAD]
-        change = float(own[i, swap.draft_token] - own[i, swap.target_token])
+        found[i] = changes[i]
         if after:
             swapped = [*whole[: before + i], swap.draft_token, *after]
-            logs = _log_probs(session, swapped, len(after) + 1)
-            change += float(_of(logs, after).sum())
-            change -= float(likely[i + 1 : i + 1 + AHEAD].sum())
+            anew = _log_probs(_logits(session, swapped, len(after) + 1), after)
+            found[i] += float(anew.sum() - likely[i + 1 : i + 1 + AHEAD].sum())
             tokens += 1 + len(after)
-        found[i] = change
     return [found[swap.position] for swap in swaps], tokens
 
 
-def _log_probs(session: Session, ids: list[int], count: int) -> Tensor:
-    """Return [count, V] float64: the target's log-probabilities after each of the last `count`
-    tokens."""
+def _logits(session: Session, ids: list[int], count: int) -> Tensor:
+    """Return [count, V]: the target's logits after each of the last `count` tokens."""
     with torch.inference_mode():
-        logits = session.read([ids], count).logits[0].double()
-    return torch.log_softmax(logits, -1).cpu()
+        return session.read([ids], count).logits[0].float()
 
 
-def _of(logs: Tensor, tokens: Sequence[int]) -> Tensor:
+def _log_probs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
     """Return [n]: the log-probability of each token, which the state before it predicts."""
-    ids = torch.tensor(tokens)
-    return logs[: len(ids)].gather(1, ids[:, None])[:, 0]
+    ids = torch.tensor(tokens, device=logits.device)
+    logits = logits[: len(ids)]
+    return logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(1)

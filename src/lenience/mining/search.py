@@ -413,7 +413,8 @@ def mine(
         journal.sort([sample.id for sample in samples])
         if config.resamples:
             _resample(pair, task, folder, samples, config, progress=progress)
-        return _counts(journal, decoder.max_new_tokens)
+        by_likelihood = config.labels == "likelihood"
+        return _counts(journal, decoder.max_new_tokens, by_likelihood)
 
 
 def _unfinished(journal: Journal, samples: Sequence[Sample]) -> list[Sample]:
@@ -547,8 +548,10 @@ def _policy(
     return policy, {"setting": str(policy.without_paths()), "heads": heads}
 
 
-def _counts(journal: Journal, max_new_tokens: int) -> MinedCounts:
-    """Return the counts of a mining journal."""
+def _counts(
+    journal: Journal, max_new_tokens: int, by_likelihood: bool = False
+) -> MinedCounts:
+    """Return the counts of a mining journal. Labels by likelihood need no answers."""
     mined = list(mined_samples(journal))
     labels = [mismatch.important for sample in mined for mismatch in sample.mismatches]
     unanswered = [sample for sample in mined if sample.answers.target is None]
@@ -557,7 +560,7 @@ def _counts(journal: Journal, max_new_tokens: int) -> MinedCounts:
         mismatches=len(labels),
         important=labels.count(True),
         abstained=labels.count(None),
-        unanswered=len(unanswered),
+        unanswered=0 if by_likelihood else len(unanswered),
         cut_off=sum(
             len(sample.response_ids) >= max_new_tokens for sample in unanswered
         ),

@@ -110,7 +110,7 @@ class AnyOf:
         """Return the inputs that the rule's terms require. Raises InputError, see `Needs`."""
         needs = reduce(or_, (term.needs for term in self.terms))
         if any(term.overshoot < math.inf for term in self._lenient):
-            needs |= Needs(Parts.PROBS)
+            needs |= Needs(Parts.PROBS | Parts.DRAWS)
         return needs
 
     @property

@@ -61,7 +61,11 @@ class Mixing(Lenient):
         # never below the floor, except for the target's own choice
         floor = math.log(self.floor) if self.floor else -torch.inf
         least = logs.amax(-1, keepdim=True).clamp(max=floor)
-        mixed = mixed.where((before > -torch.inf) & (logs >= least), -1.0)
+        allowed = (before > -torch.inf) & (logs >= least)
+        if self.overshoot < math.inf:
+            own_choice = logs >= logs.amax(-1, keepdim=True)
+            allowed &= own_choice | (drafted <= self.overshoot * logs.exp())
+        mixed = mixed.where(allowed, -1.0)
         inside = mixed.argmax(-1).where(draft.proposed, own[:, :-1])
         return torch.cat([inside, own[:, -1:]], 1)
 
@@ -226,7 +230,10 @@ class Cascade(Lenient):
         distance = (drafted - target).clamp(min=0).sum(-1)
         stays = self._stays(logits, drafted_logits, distance, ctx) & (target > 0)
         staying = drafted.masked_fill(~stays, 0.0)
-        return staying + (1 - staying.sum(-1, keepdim=True)).clamp(min=0) * target
+        mixed = _with_rest(staying, target)
+        if self.overshoot < math.inf:
+            mixed = _with_rest(mixed.minimum(self.overshoot * target), target)
+        return mixed
 
     def _stays(
         self,
@@ -236,12 +243,16 @@ class Cascade(Lenient):
         ctx: Context,
     ) -> Tensor:
         """Return […, V] bool: the tokens that stay with the draft, from both models' logits
-        […, V] and their TV distance […]. Tokens below the floor never stay."""
+        […, V] and their TV distance […]. Tokens below the floor never stay, nor, when greedy, those
+        above the overshoot."""
         target = logits.float().softmax(-1)
         best = target.amax(-1, keepdim=True)
         allowed = logits > -torch.inf
         if self.floor:
             allowed = allowed & (ctx.log_probs(logits) >= math.log(self.floor))
+        if ctx.greedy and self.overshoot < math.inf and drafted_logits is not None:
+            drafted = drafted_logits.float().softmax(-1)
+            allowed = allowed & (drafted <= self.overshoot * target)
         if self.kind == "token2":
             return allowed & (target >= best - self.threshold)
         if self.kind == "token3":
@@ -258,6 +269,11 @@ class Cascade(Lenient):
             "opt": best - self.threshold * distance[..., None].to(best.dtype),
         }[self.kind]
         return allowed & (surest >= least)
+
+
+def _with_rest(part: Tensor, target: Tensor) -> Tensor:
+    """Return […, V]: the masses `part`, with what they lack to 1 spread as `target` is."""
+    return part + (1 - part.sum(-1, keepdim=True)).clamp(min=0) * target
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from lenience.heads.head import Head, Inputs
 from lenience.models.session import Session
 from lenience.runs.answers import for_task
 from lenience.runs.journal import Journal
-from lenience.runs.record import mined_samples, read_run
+from lenience.runs.record import mined_samples
 from lenience.tasks import Sample, Task, take
 from lenience.training.features import check_models
 from lenience.training.fit import prompt_digests
@@ -107,20 +108,19 @@ def fit_mixture(
     rng = np.random.default_rng(plan.seed)
     order = cycle(rng.permutation(len(samples)).tolist())
     head = _head(pair, run, plan)
-    head.save(plan.out)
     training: _Training | None = None
     history: list[dict[str, float]] = []
-    for update in range(plan.updates):
-        chosen = [samples[i] for i in islice(order, plan.batch_size)]
-        rollouts = _rollouts(pair, task, chosen, plan)
-        training = training or _Training(_standardising(rollouts), plan)
-        history.append(training.update(rollouts))
-        weight, bias = training.weigher.folded()
-        head = replace(head, weight=weight, bias=bias)
-        head.save(plan.out)
-        progress("training the mixture", update + 1, plan.updates)
-    prompts = tuple(dict.fromkeys(prompt_digests(run)))
-    head = replace(head, metrics={**head.metrics, "history": history}, prompts=prompts)
+    with TemporaryDirectory() as folder:
+        for update in range(plan.updates):
+            head.save(Path(folder))
+            chosen = [samples[i] for i in islice(order, plan.batch_size)]
+            rollouts = _rollouts(pair, task, chosen, Path(folder), plan.window)
+            training = training or _Training(_standardising(rollouts), plan)
+            history.append(training.update(rollouts))
+            weight, bias = training.weigher.folded()
+            head = replace(head, weight=weight, bias=bias)
+            progress("training the mixture", update + 1, plan.updates)
+    head = replace(head, metrics={**head.metrics, "history": history})
     head.save(plan.out)
     return head
 
@@ -185,15 +185,16 @@ def _head(pair: Pair, run: Path, plan: MixturePlan) -> Head:
         fingerprints=pair.fingerprints,
         metrics=about,
         role="mixture",
-        drafter=read_run(run).drafter,
+        prompts=tuple(dict.fromkeys(prompt_digests(run))),
     )
 
 
 def _rollouts(
-    pair: Pair, task: Task, samples: Sequence[Sample], plan: MixturePlan
+    pair: Pair, task: Task, samples: Sequence[Sample], head: Path, window: int
 ) -> list[Rollout]:
-    """Decode answers to samples, and read both models' states and distributions along them."""
-    options = {"rule": f'diversed:"{plan.out}"', "window": plan.window}
+    """Decode answers to samples with the head in a folder, and read both models' states and
+    distributions along them."""
+    options = {"rule": f'diversed:"{head}"', "window": window}
     decoder = for_task(pair.decoder(options), options, task)
     prompts = [sample.prompt for sample in samples]
     outs = pair.generate_batch(prompts, decoder, batch_size=len(prompts))

@@ -148,8 +148,8 @@ def _check_rule(rule: AnyOf, args: Any) -> None:
         )
     if Parts.STATES in rule.needs.window:
         raise InputError(
-            f"rule {rule}: reads the draft's states, which SGLang does not keep; train a "
-            "judge with --models target"
+            f"rule {rule}: reads the draft's states, which SGLang does not keep; take "
+            "a judge trained with --models target"
         )
     try:
         check_request(rule, GREEDILY)

@@ -139,8 +139,8 @@ def check_reads(rule: Rule) -> None:
     """Raise InputError for a rule that reads states or probabilities that vLLM does not keep."""
     if Parts.STATES in rule.needs.window:
         raise InputError(
-            f"rule {rule}: reads the draft's states, which vLLM does not keep; train a "
-            "judge with --models target"
+            f"rule {rule}: reads the draft's states, which vLLM does not keep; take a judge "
+            "trained with --models target"
         )
     layers = rule.needs.layers or (None,)
     if layers != (None,):
