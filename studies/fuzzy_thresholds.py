@@ -94,7 +94,8 @@ class Chooser:
             )
             aim *= length / max(measured, 0.05)
         best = min(trials, key=lambda trial: abs(trial["accepted_per_pass"] - length))
-        return {"wanted": length, "trials": trials, "threshold": best["threshold"]}
+        chosen = {name: best[name] for name in ("threshold", "share")}
+        return {"wanted": length, "trials": trials, **chosen}
 
     def measure(self, threshold: float) -> float:
         """Return the accepted tokens per pass, without corrections and bonus tokens."""
@@ -151,7 +152,7 @@ def levels(
         options |= {"draft_temperature": 0.0, "seed": 0}
         strict = "speculative"
     rules = [strict, *(f"fuzzy:js@{each['threshold']}" for each in chosen)]
-    rules += [f"random:{each['trials'][-1]['share']:.3g}" for each in chosen]
+    rules += [f"random:{each['share']:.3g}" for each in chosen]
     config = CompareConfig(
         settings=tuple(f"{rule}; window={given.window}" for rule in rules),
         windows=(given.window,),

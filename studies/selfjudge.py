@@ -13,8 +13,8 @@ Writes OUT/selfjudge.json and prints it:
   ones' scores on the first 100 samples, as the paper chooses its limit on 100 problems;
 - `judges`: the same head on the same states, trained with either label;
 - `decoded`: these judges on other problems at window 8, at thresholds of recalls on their own
-  labels, and `paired`, exact McNemar tests between the judges at each recall and against strict
-  decoding.
+  labels, and `paired`, exact McNemar tests of each judge against strict decoding, and of judges by
+  likelihood against those by answers, at the same recall and at the nearest tokens per pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 from autojudge import Search, measured, naive
 from mined import add_run, mined
 from numpy.typing import NDArray
-from paired import mcnemar, right_answers
+from paired import Paired, mcnemar, right_answers
 from rich.progress import track
 
 from lenience.cli.console import progress_bars, with_bars
@@ -170,11 +170,8 @@ def decode(
         for name, by_recall in rules.items()
         for recall, rule in by_recall.items()
     } | {"exact": "exact"}
-    tests = [mcnemar("exact", rule, right) for rule in wanted[1:]]
-    own = rules["answer"]
-    for name, by_recall in rules.items():
-        if name != "answer":
-            tests += [mcnemar(own[r], by_recall[r], right) for r in RECALLS]
+    speed = {row.rule: row.tokens_per_pass or 0.0 for row in rows}
+    tests = pairs_of(rules, speed, right)
     points = [
         {
             "judge": names[row.rule],
@@ -192,6 +189,24 @@ def decode(
         for test in tests
     ]
     return {"decoded": points, "paired": paired}
+
+
+def pairs_of(
+    rules: dict[str, dict[float, str]], speed: dict[str, float], right: dict[str, str]
+) -> list[Paired]:
+    """Compare each judge with strict decoding, and each judge by likelihood with the judge by
+    answers at the same recall and with the one of the nearest number of tokens per pass."""
+    own = rules["answer"]
+    tests = []
+    for name, by_recall in rules.items():
+        for recall, rule in by_recall.items():
+            tests.append(mcnemar("exact", rule, right))
+            if name == "answer":
+                continue
+            gap = {other: abs(speed[other] - speed[rule]) for other in own.values()}
+            for other in dict.fromkeys((own[recall], min(gap, key=lambda r: gap[r]))):
+                tests.append(mcnemar(other, rule, right))
+    return tests
 
 
 def main() -> None:
