@@ -7,8 +7,8 @@ Writes OUT/survey.json and prints it:
 - `lookahead`: Lookahead decoding (Fu 2024), greedy. The target guesses n-grams by Jacobi iteration
   in the same pass that verifies earlier guesses. `tokens_per_pass` and `read_per_pass`, the tokens
   that a pass runs over, for several sizes W (window), N (n-gram) and G (guesses); the answers are
-  checked against the target's own. `speed` is relative to the target alone (one token a pass), timed
-  in turns on the same answers, caches and Python included;
+  checked against the target's own. `speed` is relative to the target alone (one token a pass),
+  timed in turns on the same answers, caches and Python included;
 - `several`: the probability that one of k tokens drawn from the draft is kept, as a mean over
   positions of the target's own sampled answers: SpecTr's k-sequential selection (Sun 2023, K-SEQ)
   with its best factor, SpecInfer's recursive rejection of k independent draws (Miao 2024), the same
