@@ -33,7 +33,6 @@ from lenience.cli.console import with_bars
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig
 from lenience.heads.head import load_head
-from lenience.rules.mixtures import Cascade
 from lenience.rules.parsing import parse_rule
 from lenience.tasks import Task
 from lenience.training.mixture import MixturePlan, fit_mixture
@@ -42,6 +41,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from recording import write_results
 
 WINDOW = 8
+CASCADES = tuple(
+    f"cascade:{kind}@{alpha}"
+    for kind, alphas in {
+        "chow": (0.1, 0.3, 0.5),
+        "diff": (0, 0.1, 0.3),
+        "opt": (0, 0.1, 0.3),
+        "token1": (0, 0.1, 0.3),
+        "token2": (0.2, 0.4, 0.8),
+        "token3": (0.3, 0.6, 0.9),
+    }.items()
+    for alpha in alphas
+)
 ENSEMBLES = tuple(
     f"ensemble:{w}" for w in (0.9, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 0.3)
 )
@@ -97,7 +108,7 @@ def study(given: argparse.Namespace) -> dict[str, Any]:
     told, learned = heads(pair, source.task, run, out, given)
     strict = "speculative" if given.temperature else "exact"
     capped = CAPPED if given.temperature else ()
-    named = (strict, *Cascade.grid, *ENSEMBLES, *capped, *learned)
+    named = (strict, *CASCADES, *ENSEMBLES, *capped, *learned)
     rules = tuple(str(parse_rule(rule)) for rule in named)
     config = CompareConfig(
         rules=rules,

@@ -10,7 +10,7 @@ import cyclopts
 from cyclopts import App, Group, Parameter
 
 from lenience.cli.decode import chat, demo, generate
-from lenience.cli.learn import datastore, fit, init, mine, push
+from lenience.cli.learn import annotate, datastore, fit, init, mine, push
 from lenience.cli.lists import drafters, rules, tasks
 from lenience.cli.measure import audit, certify, compare, grade, tune
 from lenience.cli.prompts import STDIN
@@ -27,7 +27,7 @@ app = App(
 GROUPS = {
     Group("Decode", sort_key=1): (demo, generate, chat),
     Group("Serve", sort_key=2): (serve,),
-    Group("Train", sort_key=3): (init, mine, fit, datastore),
+    Group("Train", sort_key=3): (init, mine, annotate, fit, datastore),
     Group("Compare and certify", sort_key=4): (compare, grade, certify, tune, audit),
     Group("Share", sort_key=5): (push,),
     Group("Look up", sort_key=6): (rules, drafters, tasks),
@@ -44,6 +44,7 @@ EXAMPLES = {
     "--answer number-after:####",
     "mine": "lenience mine --out run --limit 1000 --target org/target --draft org/draft "
     "--task rows.jsonl --answer number-after:####",
+    "annotate": "lenience annotate report",
     "fit": "lenience fit run --head mlp --ahead 12",
     "datastore": "lenience datastore corpus.jsonl --out store --target org/target",
     "compare": "lenience compare --run run --rule exact --rule judge:run/judge@0.99 --out report",

@@ -1,4 +1,4 @@
-"""The commands that train: `init`, `mine`, `fit` and `datastore`; and `push`, which uploads."""
+"""The commands that train: `init`, `mine`, `annotate`, `fit`, `datastore`; and `push`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lenience.cli.choices import (
     models_of,
     remember,
 )
-from lenience.cli.console import print_json, say, with_bars
+from lenience.cli.console import counted, print_json, say, with_bars
 from lenience.cli.fit_options import FitFlags
 from lenience.cli.options import (
     Flag,
@@ -185,6 +185,35 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
     if json:
         head = {flags.role: str(plan.out), "head": plan.config.kind}
         print_json({**head, "threshold": fitted.threshold, **fitted.metrics})
+
+
+def annotate(
+    folder: Path,
+    /,
+    *,
+    rule: str = "draft",
+    limit: int = 50,
+    json: Json = False,
+) -> None:
+    """Write a page on which a person marks the errors in wrong answers of a comparison. The page
+    saves annotated.jsonl, from which fit --from annotated trains a judge (Judge Decoding).
+
+    Parameters
+    ----------
+    folder
+        Folder of a comparison (compare --out).
+    rule
+        Rule whose wrong answers are marked, where the target is right.
+    limit
+        Maximum number of answers.
+    """
+    from lenience.evaluation.annotating import write_annotation_page
+
+    check_limit(limit)
+    page = write_annotation_page(folder, rule, limit)
+    say(f"{counted(page.answers, 'wrong answer')}: open {page.path}")
+    if json:
+        print_json({"page": str(page.path), "answers": page.answers})
 
 
 def _print_curve(rows: list[dict[str, Any]], json: bool) -> None:

@@ -60,9 +60,11 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
     default all that may differ from the target, contributes up to `limit` prompts. A pair shows the
     target's and the rule's answer in random order. Raises InputError for a folder without a
     finished comparison, for an unknown rule, and if a page exists or nothing differs."""
-    answers = _answers(folder)
+    answers = answers_in(folder)
     prompts = _prompts(folder)
-    own = next((given for given in answers.values() if _rule(given) == "target"), None)
+    own = next(
+        (given for given in answers.values() if rule_of(given) == "target"), None
+    )
     if own is None:
         raise InputError(
             f"{folder}: its comparison is not finished; run it again first"
@@ -233,7 +235,7 @@ def _wilson(share: float, n: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _answers(folder: Path) -> dict[str, dict[str, Answer]]:
+def answers_in(folder: Path) -> dict[str, dict[str, Answer]]:
     """Return the answers of each setting, by sample id. Raises InputError for a folder without a
     comparison."""
     path = folder / "compare.jsonl"
@@ -249,15 +251,23 @@ def _answers(folder: Path) -> dict[str, dict[str, Answer]]:
 
 
 def _prompts(folder: Path) -> dict[str, str]:
+    prompts = read_json(prompts_file(folder))
+    return {id: as_text(prompt) for id, prompt in prompts.items()}
+
+
+def prompts_file(folder: Path) -> Path:
+    """Return the file of a comparison's prompts by sample id. Raises InputError if it is
+    missing."""
     path = folder / "prompts.json"
     if not path.exists():
         raise InputError(
             f"{folder}: an older comparison, which kept no prompts; make it again"
         )
-    return {id: as_text(prompt) for id, prompt in read_json(path).items()}
+    return path
 
 
-def _rule(answers: dict[str, Answer]) -> str:
+def rule_of(answers: dict[str, Answer]) -> str:
+    """Return the rule of a setting's answers."""
     return next(iter(answers.values())).rule
 
 
@@ -265,7 +275,7 @@ def _chosen(
     folder: Path, answers: dict[str, dict[str, Answer]], rules: Sequence[str]
 ) -> list[str]:
     """Return the settings whose answers are graded. Raises InputError for an unknown rule."""
-    by_rule = {setting: _rule(given) for setting, given in answers.items()}
+    by_rule = {setting: rule_of(given) for setting, given in answers.items()}
     unknown = [rule for rule in rules if rule not in by_rule.values()]
     if unknown:
         there = ", ".join(dict.fromkeys(by_rule.values()))

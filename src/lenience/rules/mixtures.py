@@ -155,11 +155,8 @@ class Cascade(Lenient):
     composable = False
     has_threshold = True
     grid = (
-        "cascade:chow@0.1", "cascade:chow@0.3", "cascade:chow@0.5",
-        "cascade:diff@0", "cascade:diff@0.1", "cascade:diff@0.3",
         "cascade:opt@0", "cascade:opt@0.1", "cascade:opt@0.3",
-        "cascade:token1@0", "cascade:token1@0.1", "cascade:token1@0.3",
-        "cascade:token2@0.2", "cascade:token2@0.4", "cascade:token2@0.8",
+        "cascade:token1@0", "cascade:token1@0.1",
         "cascade:token3@0.3", "cascade:token3@0.6", "cascade:token3@0.9",
     )  # fmt: skip
 
