@@ -1,4 +1,4 @@
-"""A page on which a person marks the errors in wrong answers, for Judge Decoding (Bachmann 2025)."""
+"""A page on which a person marks errors in wrong answers, for Judge Decoding (Bachmann 2025)."""
 
 from __future__ import annotations
 
