@@ -48,7 +48,7 @@ test-sglang: .sglang/$(SGLANG)   ## the plugin in SGLang's own Python, without i
 docs:   ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
-mutants:   ## break the source in 44 ways, and see that the tests notice each
+mutants:   ## break the source in one place at a time, and see that the tests notice
 	$(BIN)/python tools/mutants.py
 
 .PHONY: check docs engines lint types test test-all test-vllm test-sglang mutants
