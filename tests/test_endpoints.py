@@ -611,19 +611,20 @@ def test_an_audit_notices_a_server_that_drifts(
 def test_a_prompts_loss_is_the_mean_over_its_draws(
     server: Server, rows: Path, tmp_path: Path
 ) -> None:
-    """The server errs on one prompt of five, at even seeds."""
+    """The server errs on four prompts of five, at one seed of six: with rarer errors a certificate
+    now and then came before the first of them."""
     seeds: dict[str, set[int]] = {}
     erred = Counter[str]()
 
     def before(handler: Any, body: dict[str, Any]) -> bool:
         text = body["messages"][-1]["content"]
         seeds.setdefault(text, set()).add(body["seed"])
-        body["fast"] = body.get("fast") and body["seed"] % 2 == 0
+        body["fast"] = body.get("fast") and body["seed"] % 6 == 0
         return False
 
     def wrong(number: int) -> bool:
-        erred[str(number)] += number % 5 == 0
-        return number % 5 == 0
+        erred[str(number)] += number % 5 != 0
+        return number % 5 != 0
 
     server.before = before
     server.wrong = wrong
