@@ -12,7 +12,8 @@ Writes OUT/mixtures.json and prints it:
 - `rows`: each rule at window 8: accuracy, paired loss, accepted tokens and tokens per pass; with a
   temperature, ensembles with a limit on overshoot too;
 - `paired`: exact McNemar tests of each rule against strict decoding, and of each of DIVERSED's
-  heads against the ensemble with the next larger number of tokens per pass, or the fastest.
+  heads against the ensemble with the next larger number of tokens per pass, or the
+  fastest; of each token-specific cascade against the nearest one with a decision for all tokens.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ CASCADES = tuple(
     }.items()
     for alpha in alphas
 )
+WHOLE = ("cascade:chow", "cascade:diff", "cascade:opt")
+"""Cascades with one decision for all tokens."""
 ENSEMBLES = tuple(
     f"ensemble:{w}" for w in (0.9, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 0.3)
 )
@@ -93,6 +96,11 @@ def tests(rows: list[Record], right: dict[str, str], strict: str) -> list[Record
         fastest = max(ENSEMBLES, key=lambda other: speed[other])
         nearest = min(faster, key=lambda other: speed[other], default=fastest)
         found.append(mcnemar(nearest, rule, right))
+    whole = [rule for rule in right if rule.startswith(WHOLE)]
+    for rule in right:
+        if rule.startswith("cascade:token"):
+            nearest = min(whole, key=lambda other: abs(speed[other] - speed[rule]))
+            found.append(mcnemar(nearest, rule, right))
     return [test.to_json() for test in found]
 
 

@@ -25,10 +25,11 @@ class AnnotationPage:
 def write_annotation_page(
     folder: Path, rule: str = "draft", limit: int = 50
 ) -> AnnotationPage:
-    """Write a page of a rule's wrong answers into a comparison's folder, up to `limit` of them, of
-    problems that the target answers correctly. The page saves annotated.jsonl, which
-    `lenience fit --from annotated` reads. Raises InputError for a folder without a finished
-    comparison, an unknown rule, and if there is nothing to mark."""
+    """Write a page of a rule's wrong answers into a comparison's folder.
+
+    The page holds up to `limit` answers to problems that the target answers correctly. It saves
+    annotated.jsonl, which `lenience fit --from annotated` reads. Raises InputError for a folder
+    without a finished comparison, for an unknown rule, and if there is no wrong answer."""
     by_rule = {rule_of(given): given for given in answers_in(folder).values()}
     for needed in ("target", rule):
         if needed not in by_rule:

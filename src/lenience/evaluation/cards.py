@@ -22,16 +22,14 @@ DOES: dict[Role, str] = {
     "gate": "predicts which tokens the target would accept, and lets them skip verification",
     "mixture": "weighs the target's distribution against the draft's at each position",
 }
-ROLES: tuple[Role, ...] = ("judge", "stop", "gate", "mixture")
+"""Purpose of a head of each role."""
 
 
 def push(folder: Path, name: str, licence: str | None, private: bool) -> str:
     """Upload a trained head to the Hub as "org/name", with a card of its training, its metrics and
     its run's certificate, and return its address. Raises InputError if the folder holds no head,
     and RunError if the Hub refuses."""
-    role = next(
-        (known for known in ROLES if (folder / f"{known}.json").is_file()), None
-    )
+    role = next((known for known in DOES if (folder / f"{known}.json").is_file()), None)
     if role is None:
         raise InputError(
             f"{folder}: holds no head; name a folder that lenience fit wrote, such as "

@@ -21,8 +21,14 @@ from lenience.core.errors import InputError
 from lenience.core.needs import Needs, Parts
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.heads.head import HeadReference
-from lenience.rules.base import Lenient, Term, gather_tokens, select_position
-from lenience.rules.strict import Exact, Speculative, within_overshoot
+from lenience.rules.base import (
+    Lenient,
+    Term,
+    gather_tokens,
+    lacks_distribution,
+    select_position,
+)
+from lenience.rules.strict import Exact, Speculative, accept_ratio
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,7 @@ class AnyOf:
             log_probs = gather_tokens(ctx.log_probs(before), draft.tokens)
             accepted = accepted & (log_probs >= math.log(term.floor))
         if term.overshoot < math.inf:
-            accepted = accepted & within_overshoot(term, draft, before, ctx)
+            accepted = accepted & _within_overshoot(term, draft, before, ctx)
         defers = term.defers(draft, reading, ctx)
         if defers is not None:
             accepted = torch.where(defers, exact, accepted)
@@ -239,6 +245,21 @@ class AnyOf:
 
     def __str__(self) -> str:
         return "|".join(map(str, self.parts))
+
+
+def _within_overshoot(
+    term: Lenient, draft: Draft, before: Tensor, ctx: Context
+) -> Tensor:
+    """Return [B, W] bool: the tokens within a term's `overshoot`, from the target's logits `before`
+    [B, W, V]. When sampling, the draw is that of `accept_ratio`, so that a rule which accepts in
+    proportion to the target accepts no less often."""
+    if draft.logits is None:
+        raise lacks_distribution(term)
+    if not ctx.greedy:
+        return accept_ratio(ctx.probs(before), draft, ctx, 1 / term.overshoot)
+    target = gather_tokens(ctx.log_probs(before), draft.tokens)
+    drafted = gather_tokens(ctx.log_probs(draft.logits), draft.tokens)
+    return drafted <= target + math.log(term.overshoot)
 
 
 def as_rule(term: Term) -> AnyOf:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,13 +12,11 @@ from lenience.core.needs import Needs, Parts
 from lenience.core.noise import gumbel_argmax, uniform
 from lenience.core.types import Draft, Reading
 from lenience.rules.base import (
-    Lenient,
     Term,
     draft_distribution,
     draft_distributions,
     drafted_probs,
     gather_tokens,
-    lacks_distribution,
     next_token_keys,
     select_position,
 )
@@ -143,21 +140,6 @@ def accept_ratio(
     # accepted
     drafted = drafted_probs(draft, ctx).double() * factor
     return chance * drafted < gather_tokens(aim, draft.tokens).double()
-
-
-def within_overshoot(
-    term: Lenient, draft: Draft, before: Tensor, ctx: Context
-) -> Tensor:
-    """Return [B, W] bool: the tokens within a term's `overshoot`, from the target's logits `before`
-    [B, W, V]. When sampling, the draw is that of `accept_ratio`, so that a rule which accepts in
-    proportion to the target accepts no less often."""
-    if draft.logits is None:
-        raise lacks_distribution(term)
-    if not ctx.greedy:
-        return accept_ratio(ctx.probs(before), draft, ctx, 1 / term.overshoot)
-    target = gather_tokens(ctx.log_probs(before), draft.tokens)
-    drafted = gather_tokens(ctx.log_probs(draft.logits), draft.tokens)
-    return drafted <= target + math.log(term.overshoot)
 
 
 def correct(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lenience.core.errors import InputError
 from lenience.core.progress import Progress, silent
@@ -46,7 +47,7 @@ class MixturePlan:
     """Peak learning rate of AdamW, after a warm-up over a tenth of the updates; it then falls to 0
     as a cosine."""
     acceptance: float = 0.01
-    """Weight of the mean probability that a drafted token is rejected, beside the reward."""
+    """Weight of an answer's expected number of rejected tokens in the loss."""
     window: int = 8
     seed: int = 0
 
@@ -210,9 +211,13 @@ def _read(pair: Pair, task: Task, out: Generation, sample: Sample) -> Rollout:
         reading = Session(lm).read([out.prompt_tokens + out.tokens], n + 1)
         states[role] = reading.hidden[0, :n].float().cpu()
         probs[role] = reading.logits[0, :n].float().softmax(-1).cpu()
-    width = min(part.shape[-1] for part in probs.values())
-    tokens = torch.tensor(out.tokens)[:, None].clamp(max=width - 1)
-    target, draft = probs["target"][:, :width], probs["draft"][:, :width]
+    # a token that one of the models lacks has probability 0 there
+    width = max(part.shape[-1] for part in probs.values())
+    target, draft = (
+        pad(probs[role], (0, width - probs[role].shape[-1]))
+        for role in ("target", "draft")
+    )
+    tokens = torch.tensor(out.tokens)[:, None]
     return Rollout(
         torch.cat([states[role] for role in INPUTS.models], 1),
         target.gather(1, tokens)[:, 0],
