@@ -791,6 +791,21 @@ def test_a_cascade_reads_its_conditions_at_temperature_1() -> None:
         assert all(verdict.num_accepted for verdict in kept) == bool(least)
 
 
+@pytest.mark.parametrize(("alpha", "stays"), [(1.0, True), (0.5, False)])
+def test_opt_allows_more_where_the_models_are_further_apart(
+    alpha: float, stays: bool
+) -> None:
+    """The target is surer by 0.2, and the distance is 0.3."""
+    p, q = np.array([0.6, 0.3, 0.1]), np.array([0.4, 0.2, 0.4])
+    logits = np.log(np.array([p, p], np.float32))
+    draft = window([2], torch.log(torch.tensor(q[None])).float())
+    rule = lenience.rule(f"cascade:opt@{alpha}")
+    verdicts = [
+        decide(rule, draft, reading(logits), sampling(seed, 1.0)) for seed in range(60)
+    ]
+    assert all(verdict.num_accepted for verdict in verdicts) == stays
+
+
 @pytest.mark.parametrize("most", [1.0, 1.3, 2.0, 9.0])
 def test_an_overshoot_caps_what_an_ensemble_and_random_acceptance_produce(
     most: float,
