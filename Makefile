@@ -38,8 +38,12 @@ test-all:   ## all but vLLM and SGLang: 15 minutes on two cores
 
 engines: .venv-vllm/$(VLLM) .sglang/$(SGLANG)   ## the packages that the next two need
 
-test-vllm: .venv-vllm/$(VLLM)   ## the plugin's tests, in an environment that holds vLLM for CPUs
+test-vllm: test-vllm-engine test-vllm-runner   ## the plugin's tests, in an environment with vLLM
+
+test-vllm-engine: .venv-vllm/$(VLLM)
 	.venv-vllm/bin/pytest -n 2 --dist loadgroup -m "" tests/test_vllm.py
+
+test-vllm-runner: .venv-vllm/$(VLLM)   ## the second model runner, its kernels interpreted
 	TRITON_INTERPRET=1 .venv-vllm/bin/pytest -m "" tests/test_vllm_v2.py
 
 test-sglang: .sglang/$(SGLANG)   ## the plugin in SGLang's own Python, without its kernels
@@ -51,4 +55,5 @@ docs:   ## the site, into site/
 mutants:   ## break the source in one place at a time, and see that the tests notice
 	$(BIN)/python tools/mutants.py
 
-.PHONY: check docs engines lint types test test-all test-vllm test-sglang mutants
+.PHONY: check docs engines lint types test test-all test-vllm test-vllm-engine test-vllm-runner \
+	test-sglang mutants

@@ -500,7 +500,8 @@ def test_a_tree_that_is_read_in_parts_is_read_rightly(
     checkpoints: Callable[[str], tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where attention scores would take too much memory at once."""
-    pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
+    # the graphs of test_trees_through_exported_and_recorded_passes
+    pair = load_pair(*checkpoints("mistral"), dtype="float32", compile=False)
     assert pair.compile()
     prompts = [[5, 6, 7], list(range(1, 20))]
     alone = pair.generate_batch(prompts, rule="target", max_new_tokens=40)

@@ -205,7 +205,7 @@ def test_what_workers_cannot_do_is_told(
         mine(pair, task, tmp_path / "other", config, crew=ProcessCrew(elsewhere, 1))
     nowhere = replace(plan, pair={**plan.pair, "target": str(tmp_path / "none")})
     with pytest.raises(InputError, match="none"):
-        mine(pair, task, tmp_path / "nowhere", config, crew=ProcessCrew(nowhere, 2))
+        mine(pair, task, tmp_path / "nowhere", config, crew=ProcessCrew(nowhere, 1))
     # which torch refuses with an error that nobody expects
     broken = replace(plan, threads=-1)
     with pytest.raises(RunError, match="every worker was lost 2 times"):
