@@ -6,7 +6,8 @@ r"""A pretrained model, from its file to a certificate, in steps that resume.
         --data DATA --work training/real
 
 DATA holds mwp/train.jsonl (MAWPS and ASDiv-A) and mwp/test.jsonl (SVAMP) with the fields question,
-equation and answer, and spec_bench/question.jsonl. Nothing of them is part of the project.
+equation and answer, gsm8k/train.jsonl and gsm8k/test.jsonl, humaneval/HumanEval.jsonl.gz, and
+spec_bench/question.jsonl. Nothing of them is part of the project.
 
 Each step is a command that a user would type. Its seconds and its JSON output are kept in
 WORK/steps.json. A finished step is not run again unless its command has changed, or a step before
@@ -35,6 +36,7 @@ HERE = Path(__file__).parent
 ADAPTER = HERE / "results" / "smollm2-mwp"
 """LoRA weights of the fine-tuned target, as `studies/real_target.py` made them."""
 RESULTS = HERE / "results" / "real.json"
+STUDIES = HERE.parent / "studies"
 LAYERS = "4"
 VOCABULARY = "4096"
 ANSWERS = "1500"
@@ -50,10 +52,51 @@ JUDGES: dict[str, list[str]] = {
     "mlp": ["--head", "mlp", "--tokens", "draft,previous"],
 }
 """Judges by name, with the flags of their training: AutoJudge's head and ours."""
-RULES = ("exact", "topk:2", "fuzzy:js@0.3", "random:0.3")
-"""Rules that need no training, on both sides of a loss of a few points."""
+RULES = (
+    "exact",
+    "topk:2",
+    "topk:3",
+    "topk:10,ratio=0.3",
+    "typical:0.3,0.55",
+    "typical:0.09,0.3",
+    "fuzzy:js@0.05",
+    "fuzzy:js@0.1",
+    "fuzzy:js@0.2",
+    "fuzzy:js@0.3",
+    "fuzzy:kl@0.1",
+    "fuzzy:kl@0.4",
+    "fuzzy:tv@0.25",
+    "fuzzy:tv@0.45",
+    "kl:0.1",
+    "kl:0.4",
+    "ensemble:0.8",
+    "ensemble:0.6",
+    "cascade:opt@0",
+    "cascade:token3@0.6",
+    "fly:0.3,6",
+    "fly:0.1,3",
+    "lenient:0.2",
+    "mentored:0.2",
+    "random:0.3",
+    "random:0.8",
+)
+"""Rules that need no training."""
 RECALLS = ("0.9", "0.98", "0.995")
 """Recalls at which each judge is compared."""
+PROBABILITIES = ("0.5", "0.9", "0.99")
+"""Thresholds of Judge Decoding's head; the paper's is 0.5."""
+GATES = ("0.5", "0.9")
+"""Thresholds of SPRINTER's gate."""
+GSM8K_MINED = "80"
+GSM8K_COMPARED = "100"
+QUESTIONS = "400"
+"""Number of Spec-Bench's and other questions whose answers train the drafters of SmolLM2."""
+FOR_EAGLE = "220"
+OPEN_VOCABULARY = "8192"
+OPEN_LAYERS = "0,1,2,3"
+OPEN_LENGTH = ("--max-new-tokens", "96")
+LABELLED = "80"
+"""Number of open questions whose mismatches are labelled by likelihood."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +140,22 @@ class Paths:
     def run(self) -> Path:
         return self.work / "run"
 
+    @property
+    def gsm8k(self) -> list[str]:
+        """Return the flags of GSM8K, whose answers are the last number as in training."""
+        files = ",".join(
+            str(self.data / f"gsm8k/{role}.jsonl") for role in ("train", "test")
+        )
+        fields = ("--prompt-field", "question", "--reference-field", "answer")
+        return ["--task", files, *fields, "--answer", "last-number"]
+
+    @property
+    def questions(self) -> list[str]:
+        """Return the flags of open questions: those of drafters, and the test questions."""
+        folder = self.work / "questions"
+        files = f"{folder / 'train.jsonl'},{folder / 'test.jsonl'}"
+        return ["--task", "mtbench:turns=first", "--data", files]
+
     def judge(self, name: str) -> Path:
         return self.work / name
 
@@ -106,23 +165,39 @@ def lenience(*argv: object) -> list[str]:
     return [sys.executable, "-m", "lenience", *map(str, argv), "--json"]
 
 
+def script(path: Path, *argv: object) -> list[str]:
+    """Return a command of a script of the project."""
+    return [sys.executable, str(path), *map(str, argv)]
+
+
+def repeated(flag: str, values: Sequence[str]) -> list[str]:
+    """Return a flag with each of several values."""
+    return [part for value in values for part in (flag, value)]
+
+
 def steps(paths: Paths) -> list[Step]:
     """Return all steps in order."""
-    return [*drafting(paths), *judging(paths), *strict(paths)]
+    return [
+        *drafting(paths),
+        *judging(paths),
+        *certifying(paths),
+        *gsm8k(paths),
+        *open_drafting(paths),
+        *open_answers(paths),
+    ]
 
 
 def drafting(paths: Paths) -> list[Step]:
     """Return the steps from the GGUF file to a fine-tuned target with a draft."""
     source = ["--gguf", str(paths.gguf), "--data", str(paths.data / "mwp/train.jsonl")]
     adapter = ["--adapter", str(ADAPTER)] if ADAPTER.is_dir() else []
-    script = str(HERE.parent / "studies/real_target.py")
-    made = [sys.executable, script, *source, "--work", str(paths.work), *adapter]
+    target = script(STUDIES / "real_target.py", *source, "--work", paths.work, *adapter)
     asked = [*paths.target, *paths.task, *LENGTH, "--limit", ANSWERS]
     cut = ("--layers", LAYERS, "--draft-vocab", VOCABULARY)
     fit = ("fit", paths.answers, "--drafter")
     mine = ("mine", "--answers-only", "--out", paths.answers)
     return [
-        Step("target", 0.01 if adapter else 0.7, made),
+        Step("target", 0.01 if adapter else 0.7, target),
         Step("answers", 0.1, lenience(*mine, *asked)),
         Step("draft", 0.8, lenience(*fit, "model", *cut)),
         Step("eagle", 0.5, lenience(*fit, "eagle", "--draft-vocab", VOCABULARY)),
@@ -130,43 +205,162 @@ def drafting(paths: Paths) -> list[Step]:
 
 
 def judging(paths: Paths) -> list[Step]:
-    """Return the steps of mining, judges, the comparison of rules, and certificates."""
+    """Return the steps of mining, judges, the comparison of rules, and AutoJudge's ablations."""
     mined = [*paths.target, *paths.draft, *paths.task, *LENGTH, "--limit", MINED]
-    made = [
-        Step("mine", 0.7, lenience("mine", "--out", paths.run, *mined)),
-        *(
-            Step(
-                f"judge {name}",
-                0.05,
-                lenience("fit", paths.run, *flags, "--out", paths.judge(name)),
-            )
-            for name, flags in JUDGES.items()
-        ),
+    made = [Step("mine", 0.6, lenience("mine", "--out", paths.run, *mined))]
+    for name, flags in JUDGES.items():
+        fit = lenience("fit", paths.run, *flags, "--out", paths.judge(name))
+        made.append(Step(f"judge {name}", 0.09, fit))
+    places = ("--data", paths.data, "--work", paths.work)
+    annotated = paths.work / "annotated.jsonl"
+    inputs = HERE / "real_inputs.py"
+    fit = lenience("fit", annotated, "--from", "annotated", *paths.target)
+    made += [
+        Step("annotated", 0.01, script(inputs, "annotated", *places)),
+        Step("judge annotated", 0.15, fit),
+        Step("gate", 0.1, lenience("fit", paths.run, "--gate")),
+        Step("compare", 1.2, compared(paths)),
     ]
-    rules = [*RULES]
-    for name in JUDGES:
-        rules += [f"judge:{paths.judge(name)}@recall={recall}" for recall in RECALLS]
-    asked = [flag for rule in rules for flag in ("--rule", rule)]
-    asked += [flag for window in WINDOWS for flag in ("--window", window)]
-    compare = ("compare", "--run", paths.run, "--out", paths.work / "compared", *TIMED)
-    made.append(
-        Step("compare", 0.3, lenience(*compare, *asked, *LENGTH, "--limit", COMPARED))
-    )
+    for ablation in ("inputs", "classifiers"):
+        study = script(
+            STUDIES / "autojudge.py", ablation, paths.work / "autojudge-studies"
+        )
+        made.append(
+            Step(
+                f"study {ablation}",
+                0.2,
+                [*study, "--run", str(paths.run), "--samples", "300"],
+            )
+        )
+    return made
+
+
+def certifying(paths: Paths) -> list[Step]:
+    """Return the steps of certificates, and of tuning with all drafters."""
+    made: list[Step] = []
     # prompts that neither the judge nor the draft learned from; the target was tuned on them
     rule = ("--rule", f"judge:{paths.judge('mlp')}")
     certify = ("certify", paths.run, *rule, "--window", CERTIFIED_WINDOW, *LENGTH)
     for drop in DROPS:
         argv = lenience(*certify, "--max-drop", drop)
         made.append(Step(f"certify {drop}", 0.3, argv))
+    # a judge of the target's states alone, which fits every drafter; the problems are SVAMP's
+    of_target = paths.judge("of-target")
+    fit = ("fit", paths.run, "--models", "target", *JUDGES["mlp"], "--out", of_target)
+    made.append(Step("judge of-target", 0.09, lenience(*fit)))
+    drafters = (
+        "model",
+        "ngram",
+        "suffix",
+        "ngram>model",
+        f"eagle:{paths.answers / 'eagle'}",
+    )
+    raced = [*repeated("--drafter", drafters), *repeated("--window", ("4", "8"))]
+    rule = ("--rule", f"judge:{of_target}", "--max-drop", DROPS[-1])
+    drawn = ("--split", "test", "--prompts", "40", "--limit", "600", "--horizon", "600")
+    tune = lenience("tune", paths.run, *rule, *drawn, *raced, *LENGTH)
+    made.append(Step("tune", 0.6, tune))
     return made
 
 
-def strict(paths: Paths) -> list[Step]:
-    """Return the step of strict drafters on Spec-Bench, with the model as it is."""
-    script = str(HERE / "real_strict.py")
-    questions = str(paths.data / "spec_bench/question.jsonl")
-    argv = [sys.executable, script, str(paths.gguf), questions]
-    return [Step("strict", 1.5, [*argv, str(paths.work / "strict.jsonl")])]
+def compared(paths: Paths) -> list[str]:
+    """Return the comparison of all rules on the word problems."""
+    rules = [*RULES]
+    for name in JUDGES:
+        rules += [f"judge:{paths.judge(name)}@recall={recall}" for recall in RECALLS]
+    of_errors = paths.work / "annotated" / "judge"
+    rules += [f"judge:{of_errors}@{threshold}" for threshold in PROBABILITIES]
+    asked = [*repeated("--rule", rules), *repeated("--window", WINDOWS)]
+    for threshold in GATES:
+        gate = f"speculative;window={WINDOWS[0]};stop=gate:{paths.run / 'gate'}@{threshold}"
+        asked += ["--setting", gate]
+    out = ("--out", paths.work / "compared", "--limit", COMPARED, *TIMED, *LENGTH)
+    return lenience("compare", "--run", paths.run, *out, *asked)
+
+
+def gsm8k(paths: Paths) -> list[Step]:
+    """Return the steps of AutoJudge on GSM8K, with the models of the word problems."""
+    run = paths.work / "gsm8k"
+    mined = [*paths.target, *paths.draft, *paths.gsm8k, *LENGTH, "--limit", GSM8K_MINED]
+    rules = ["exact", *(f"judge:{run / 'judge'}@recall={recall}" for recall in RECALLS)]
+    asked = [*repeated("--rule", rules), *repeated("--window", WINDOWS)]
+    out = ("--out", run / "compared", "--limit", GSM8K_COMPARED, *TIMED, *LENGTH)
+    compare = lenience("compare", "--run", run, *out, *asked)
+    made = [
+        Step("gsm8k mine", 0.3, lenience("mine", "--out", run, *mined)),
+        Step("gsm8k judge", 0.05, lenience("fit", run)),
+        Step("gsm8k compare", 0.2, compare),
+    ]
+    for ablation in ("inputs", "classifiers"):
+        study = script(STUDIES / "autojudge.py", ablation, run / "studies")
+        made.append(Step(f"gsm8k {ablation}", 0.1, [*study, "--run", str(run)]))
+    return made
+
+
+def open_drafting(paths: Paths) -> list[Step]:
+    """Return the steps of drafters for SmolLM2 as it is, trained on its answers to questions."""
+    places = ("--data", paths.data, "--work", paths.work)
+    asked = ["--target", paths.gguf, *paths.questions, *OPEN_LENGTH]
+    mine = ("mine", "--answers-only", "--out")
+    run = paths.work / "open"
+    few = paths.work / "open-few"
+    cut = ("--layers", OPEN_LAYERS, "--draft-vocab", OPEN_VOCABULARY)
+    eagle = ("--drafter", "eagle", "--draft-vocab", OPEN_VOCABULARY)
+    return [
+        Step("questions", 0.01, script(HERE / "real_inputs.py", "questions", *places)),
+        Step("open answers", 0.25, lenience(*mine, run, *asked, "--limit", QUESTIONS)),
+        Step("open draft", 0.6, lenience("fit", run, "--drafter", "model", *cut)),
+        Step(
+            "open few answers", 0.15, lenience(*mine, few, *asked, "--limit", FOR_EAGLE)
+        ),
+        Step("open eagle", 0.6, lenience("fit", few, *eagle)),
+    ]
+
+
+def open_answers(paths: Paths) -> list[Step]:
+    """Return the steps that decode with SmolLM2 as it is: lenient rules on open questions, and
+    strict drafters on Spec-Bench."""
+    run = paths.work / "open"
+    labels = paths.work / "open-labels"
+    mined = [
+        "--target",
+        paths.gguf,
+        "--draft",
+        run / "model",
+        *paths.questions,
+        *OPEN_LENGTH,
+    ]
+    likelihood = (
+        "mine",
+        "--labels",
+        "likelihood",
+        "--out",
+        labels,
+        "--limit",
+        LABELLED,
+    )
+    test = paths.work / "questions/test.jsonl"
+    drafted = ("--draft", run / "model")
+    lenient = script(
+        HERE / "real_open.py", paths.gguf, test, paths.work / "open-answers"
+    )
+    strict = script(
+        HERE / "real_strict.py", paths.gguf, test, paths.work / "strict.jsonl"
+    )
+    judged = (
+        "--judge",
+        labels / "judge",
+        "--results",
+        RESULTS.with_name("real-open.json"),
+    )
+    timed = ("--eagle", paths.work / "open-few/eagle", "--each", "3")
+    kept = ("--results", RESULTS.with_name("real-strict.json"))
+    return [
+        Step("open labels", 0.2, lenience(*likelihood, *mined)),
+        Step("open judge", 0.05, lenience("fit", labels)),
+        Step("open rules", 0.4, [*lenient, *map(str, (*drafted, *judged))]),
+        Step("strict", 0.5, [*strict, *map(str, (*drafted, *timed, *kept))]),
+    ]
 
 
 def write_test(paths: Paths) -> None:

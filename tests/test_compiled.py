@@ -25,8 +25,9 @@ from test_batch import assert_same
 import lenience
 from lenience.core.files import EMBEDDED
 from lenience.decoding import loop
+from lenience.decoding.generation import Reporting
 from lenience.decoding.loading import load_pair
-from lenience.decoding.pair import Pair, Reporting
+from lenience.decoding.pair import Pair
 from lenience.models.compile import compile_model, graph_path, shipped_path
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM

@@ -410,9 +410,9 @@ def audit(
     earlier calls. Raises InputError for an unusable prompt, before any work."""
     if batch_size < 1:
         raise InputError(f"batch_size {batch_size}: must be 1 or more")
-    rows = [
-        (number, live.content) for number, live in zip(_row_numbers(prompts), prompts)
-    ]
+    rows = []
+    for number, live in zip(_row_numbers(prompts), prompts):
+        rows.append((number, live.content))
     known = [watch.rows[row] for row in rows if row in watch.rows]
     before = known[0] if known else watch.seen
     chosen = watch.chosen(prompts)

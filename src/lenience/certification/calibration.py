@@ -158,9 +158,10 @@ class Calibration:
                 asked.append(sample)
         own_answers = self.alone(asked, decoder.seed)
         by_id = dict(zip((sample.id for sample in asked), own_answers))
-        return [
-            answer or by_id.get(row.id) for answer, row in zip(known, self.prompts.rows)
-        ]
+        found = list[Answer | None]()
+        for own_answer, row in zip(known, self.prompts.rows):
+            found.append(own_answer or by_id.get(row.id))
+        return found
 
     def losses(self, decoder: Decoder, n: int, phase: str = "") -> NDArray:
         """Return the losses [n] in [0, 1] of a setting against the target alone; 0 if a label is
@@ -209,9 +210,10 @@ class Calibration:
     ) -> None:
         """Let a grader compare all answers in batches; its judgements are cached."""
         rows = zip(lenient, own, self.prompts.rows)
-        triples = [
-            (answer.text, alone.text, sample) for answer, alone, sample in rows if alone
-        ]
+        triples = []
+        for answer, target_answer, sample in rows:
+            if target_answer:
+                triples.append((answer.text, target_answer.text, sample))
         for start in range(0, len(triples), AT_ONCE):
             self.task.points(triples[start : start + AT_ONCE])
             self.progress("grading", min(start + AT_ONCE, len(triples)), len(triples))
@@ -373,11 +375,11 @@ class Calibration:
         target = self.decoder.with_options({"rule": "target"})
         own = self._answers.known(target, samples)
         rows = zip(samples, self.answers(decoder, n))
-        return [
-            _side_by_side(sample, 0.0, own[sample.id], lenient)
-            for sample, lenient in rows
-            if sample.id in own and lenient.correct and not own[sample.id].correct
-        ]
+        found = list[LostSample]()
+        for sample, lenient in rows:
+            if sample.id in own and lenient.correct and not own[sample.id].correct:
+                found.append(_side_by_side(sample, 0.0, own[sample.id], lenient))
+        return found
 
 
 def _side_by_side(
@@ -539,11 +541,11 @@ def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str,
         role: {**model, "name": ""} for role, model in asked["models"].items()
     }
     # the prompts' format is among the bound facts
-    return {
-        key: value
-        for key, value in asked.items()
-        if key not in ("versions", "pair", "chat")
-    }
+    found = dict[str, Any]()
+    for key, value in asked.items():
+        if key not in ("versions", "pair", "chat"):
+            found[key] = value
+    return found
 
 
 def _without_digest(name: str) -> str:

@@ -134,10 +134,9 @@ def save(folder: Path, certificate: Certificate) -> Path:
     certifies nothing is written next to it."""
     new = certificate.to_json()
     path = folder / FILE
-    known = {
-        other: _as_now(read_json(other), other)
-        for other in sorted(folder.glob("certificate-*.json"))
-    }
+    known = {}
+    for other in sorted(folder.glob("certificate-*.json")):
+        known[other] = _as_now(read_json(other), other)
     numbers = range(1, len(known) + 2)
     free = next(
         p for n in numbers if not (p := folder / f"certificate-{n}.json").exists()
@@ -373,14 +372,13 @@ def _planned(
         rule = str(setting.rule)
         losses = on.losses(setting, pilot, rule)
         lenient = on.answers(setting, pilot)
-        needed = [
-            answer
-            for at in on.at_windows(setting)
+        needed = []
+        for at in on.at_windows(setting):
             for answer in itertools.chain(
                 on.answers(at, pilot), on.beside(at, on.answers(at, pilot))
-            )
-            if answer
-        ]
+            ):
+                if answer:
+                    needed.append(answer)
         decoded |= {(answer.setting, answer.id): answer for answer in needed}
         n = config.sample_size(losses, on.attempt.share, config.max_drop / 4)
         each = config.draws / pilot

@@ -156,13 +156,14 @@ class CertifyConfig:
         """Return chains of decoders from strict to lenient: one for each rule, then the given
         chains. Options that a decoder does not set come from `shared`, or from the question."""
         shared = shared or self.decoder
-        chains = [
-            [
-                shared.with_options({"rule": step})
-                for step in ladder(rule, self.thresholds)
-            ]
-            for rule in self.rules
-        ]
+        chains = []
+        for rule in self.rules:
+            chains.append(
+                [
+                    shared.with_options({"rule": step})
+                    for step in ladder(rule, self.thresholds)
+                ]
+            )
         return chains + [
             [shared.with_options(given_options(text)) for text in chain]
             for chain in self.settings

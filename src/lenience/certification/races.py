@@ -100,11 +100,11 @@ class Turns:
             for one in self._of_engine(served, part, phase + engine, progress, budget):
                 before = timed.get(one.setting)
                 timed[one.setting] = before.joined(one) if before else one
-        return {
-            setting: timed[str(setting)]
-            for setting in settings
-            if str(setting) in timed
-        }
+        found = dict[Decoder, Timed]()
+        for setting in settings:
+            if str(setting) in timed:
+                found[setting] = timed[str(setting)]
+        return found
 
     def _runs(self, settings: Sequence[Decoder]) -> list[tuple[slice, list[Decoder]]]:
         """Return the decoders of each engine, with their part of the prompts, in running order."""
@@ -208,12 +208,15 @@ class Race:
             itertools.chain.from_iterable(left), "racing, final", progress
         )
         won = [_best(group, timed, 0.0, budget)[0] for group in left]
-        return [
-            RaceResult(
-                setting=str(setting), tokens_per_second=timed[setting].tokens_per_second
+        found = list[RaceResult]()
+        for setting in won:
+            found.append(
+                RaceResult(
+                    setting=str(setting),
+                    tokens_per_second=timed[setting].tokens_per_second,
+                )
             )
-            for setting in won
-        ]
+        return found
 
     def _turns(self, name: str, first: int, last: int) -> Turns:
         return Turns(

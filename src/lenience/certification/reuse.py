@@ -33,12 +33,11 @@ def _lower_threshold(strict: Decoder, lenient: Decoder) -> float | None:
     second = lenient.rule
     if not (isinstance(first, AnyOf) and isinstance(second, AnyOf)):
         return None
-    judges = [
-        term
-        for rule in (first, second)
-        for term in rule.terms
-        if isinstance(term, Judge)
-    ]
+    judges = []
+    for rule in (first, second):
+        for term in rule.terms:
+            if isinstance(term, Judge):
+                judges.append(term)
     if len(judges) != 2 or first.with_terms(_open) != second.with_terms(_open):
         return None
     above, below = (judge.bound for judge in judges)

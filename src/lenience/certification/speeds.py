@@ -116,14 +116,12 @@ def take_turns(
     that changes of the machine's speed affect all alike. Return the timings by decoder, one for
     each turn. Each decoder first decodes a few tokens, so that no timing includes a first pass."""
     settings = list(dict.fromkeys(settings))
-    timed = {
-        setting: Timed(setting=str(setting), tokens=[], seconds=[])
-        for setting in settings
-    }
-    batches = [
-        prompts[first : first + batch_size]
-        for first in range(0, len(prompts) - batch_size + 1, batch_size)
-    ]
+    timed = {}
+    for setting in settings:
+        timed[setting] = Timed(setting=str(setting), tokens=[], seconds=[])
+    batches = []
+    for first in range(0, len(prompts) - batch_size + 1, batch_size):
+        batches.append(prompts[first : first + batch_size])
     for setting in settings:
         progress(phase, 0, 0)
         _timed(pair, batches[0], replace(setting, max_new_tokens=WARM_UP))

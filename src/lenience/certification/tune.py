@@ -381,11 +381,11 @@ class _Choice:
         and the lossless one."""
         speeds = {setting: self.raced[str(setting)] for setting in passed}
         least = SLOWER * max(speeds.values())
-        return [
-            setting
-            for setting in speeds
-            if speeds[setting] >= least or str(setting) == self.lossless
-        ]
+        found = list[Decoder]()
+        for setting in speeds:
+            if speeds[setting] >= least or str(setting) == self.lossless:
+                found.append(setting)
+        return found
 
 
 def fitted_drafters(
@@ -414,11 +414,11 @@ def drafters_for(rule: Rule, drafters: Sequence[str]) -> list[str]:
     if not rule.heads:
         return list(drafters)
     mined = [part.head.drafter for part in rule.heads]
-    return [
-        name
-        for name in drafters
-        if all(Decoder.of(drafter=name).drafter.record == record for record in mined)
-    ]
+    found = list[str]()
+    for name in drafters:
+        if all(Decoder.of(drafter=name).drafter.record == record for record in mined):
+            found.append(name)
+    return found
 
 
 def _drafters_of(rule: Rule, drafters: Sequence[str]) -> list[str]:

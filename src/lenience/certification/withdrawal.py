@@ -27,10 +27,10 @@ def account(on: Calibration, folder: Path, certificate: Certificate) -> None:
 
 def _at_each_window(row: TriedSetting) -> list[TriedSetting]:
     """Return the outcome of a setting at each of its windows."""
-    return [
-        row.model_copy(update={"window": window, "losses": lost})
-        for window, lost in (row.windows or {row.window: row.losses}).items()
-    ]
+    found = list[TriedSetting]()
+    for window, lost in (row.windows or {row.window: row.losses}).items():
+        found.append(row.model_copy(update={"window": window, "losses": lost}))
+    return found
 
 
 def _withdraw(on: Calibration, row: TriedSetting, now: Outcome) -> None:
@@ -54,11 +54,10 @@ def mark(ledger: Ledger, folder: Path) -> None:
 
 def as_it_stands(ledger: Ledger, certificate: Certificate) -> Certificate:
     """Return a certificate, marked as withdrawn if the ledger says so."""
-    withdrawn = {
-        outcome.key: outcome.withdrawn
-        for outcome in ledger.outcomes()
-        if outcome.withdrawn
-    }
+    withdrawn = {}
+    for outcome in ledger.outcomes():
+        if outcome.withdrawn:
+            withdrawn[outcome.key] = outcome.withdrawn
     if certificate.certified is None or certificate.key not in withdrawn:
         return certificate
     return certificate.model_copy(update={"withdrawn": withdrawn[certificate.key]})

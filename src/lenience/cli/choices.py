@@ -124,10 +124,9 @@ class Models:
 
     def loading(self) -> dict[str, Any]:
         """Return the options of `load_pair`, except compile, as plain values."""
-        options = {
-            name: getattr(self, name)
-            for name in ("dtype", "quantization", "device", "chat", "system")
-        }
+        options = {}
+        for name in ("dtype", "quantization", "device", "chat", "system"):
+            options[name] = getattr(self, name)
         given = dict(
             _argument("--template-option", text) for text in self.template_option
         )
@@ -202,9 +201,10 @@ class TaskChoice:
     def loading(self) -> dict[str, Any]:
         """Return the arguments of `load_task` as plain values."""
         others = ("task", "skip_long", "stop_string")
-        options = {
-            name: value for name, value in vars(self).items() if name not in others
-        }
+        options = {}
+        for name, value in vars(self).items():
+            if name not in others:
+                options[name] = value
         options["stop_strings"] = [
             text.replace("\\n", "\n") for text in self.stop_string
         ]
@@ -338,11 +338,10 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
         kept = TaskChoice(mined)
     if choice.prompt_field is not None or choice.prompt_template is not None:
         kept = replace(kept, prompt_field=None, prompt_template=None)
-    others = {
-        name: value
-        for name, value in vars(choice).items()
-        if value not in (None, False, ())
-    }
+    others = {}
+    for name, value in vars(choice).items():
+        if value not in (None, False, ()):
+            others[name] = value
     return replace(kept, **others)
 
 
@@ -414,9 +413,10 @@ def remember(run: Path, models: Models, choice: TaskChoice) -> None:
         ("models", _others_than_usual(models, KEPT)),
         ("task", vars(choice)),
     ):
-        said = {
-            key: value for key, value in given.items() if value not in (None, False, ())
-        }
+        said = {}
+        for key, value in given.items():
+            if value not in (None, False, ()):
+                said[key] = value
         said.pop("unsafe_local", None)  # must be given each time
         if given.get("chat") is False:
             said["chat"] = False
@@ -435,14 +435,15 @@ def remember(run: Path, models: Models, choice: TaskChoice) -> None:
 
 def _others_than_usual(models: Models, names: Iterable[str]) -> dict[str, Any]:
     """Return the fields among `names` that differ from the defaults."""
-    given = {
-        field.name: getattr(models, field.name)
-        for field in fields(Models)
-        if field.name in names
-    }
-    return {
-        name: value for name, value in given.items() if value != getattr(Models(), name)
-    }
+    given = {}
+    for field in fields(Models):
+        if field.name in names:
+            given[field.name] = getattr(models, field.name)
+    found = dict[str, Any]()
+    for name, value in given.items():
+        if value != getattr(Models(), name):
+            found[name] = value
+    return found
 
 
 def _as_toml(value: str | bool | tuple[str, ...]) -> str:

@@ -167,15 +167,15 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
     ]
     fastest = [Decoder.parse(entry.setting) for entry in raced]
     fitted = Judge(str(out / "run" / "judge"), THRESHOLDS[-1])
-    widest = [
-        fastest[i].with_options({"window": WIDEST, "drafter": "model"}) for i in (0, -1)
-    ]
+    widest = []
+    for i in (0, -1):
+        widest.append(fastest[i].with_options({"window": WIDEST, "drafter": "model"}))
     compared = [*fastest, fastest[-1].with_options({"rule": fitted}), *widest]
     compared.append(fastest[0].with_options({"rule": "topk:2"}))
-    settings = [
-        f"{figures.rule}; window={figures.window}; stop={figures.stop}; drafter={figures.drafter}"
-        for figures in compared
-    ]
+    settings = []
+    for figures in compared:
+        decoder = f"{figures.rule}; window={figures.window}; stop={figures.stop}"
+        settings.append(f"{decoder}; drafter={figures.drafter}")
     config = CompareConfig(
         settings=tuple(dict.fromkeys(settings)),
         limit=limit,
@@ -190,11 +190,10 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
 
 
 def _asks_for(asked: dict[str, Any], config: CompareConfig) -> bool:
-    settings = [
-        setting
-        for setting in asked.get("settings", [])
-        if setting["rule"] not in BASELINES
-    ]
+    settings = []
+    for setting in asked.get("settings", []):
+        if setting["rule"] not in BASELINES:
+            settings.append(setting)
     kept = [tuple(str(setting[name]) for name in TOLD_APART) for setting in settings]
     asked_now = [decoder.to_json() for decoder in config.decodings()]
     return kept == [tuple(str(row[name]) for name in TOLD_APART) for row in asked_now]

@@ -65,11 +65,11 @@ def tasks(*, json: Json = False) -> None:
 
 def _rows(kinds: Mapping[str, Mapping[str, type]]) -> list[tuple[str, str, str]]:
     """Return the flag, the spec and the summary of each class."""
-    return [
-        (flag, template(name, kind), summary(kind))
-        for flag, registry in kinds.items()
-        for name, kind in registry.items()
-    ]
+    found = list[tuple[str, str, str]]()
+    for flag, registry in kinds.items():
+        for name, kind in registry.items():
+            found.append((flag, template(name, kind), summary(kind)))
+    return found
 
 
 def summary(kind: type) -> str:
@@ -90,9 +90,9 @@ def _folded(spec: str) -> str:
 
 def _print(title: str, rows: list[tuple[str, str, str]], docs: str, json: bool) -> None:
     if json:
-        found: list[dict[str, Any]] = [
-            {"flag": flag, "spec": spec, "summary": text} for flag, spec, text in rows
-        ]
+        found = list[dict[str, Any]]()
+        for flag, spec, text in rows:
+            found.append({"flag": flag, "spec": spec, "summary": text})
         print_json({"docs": docs, "entries": found})
         return
     out = Console()

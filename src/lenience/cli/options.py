@@ -219,9 +219,10 @@ class MineFlags:
         from lenience.mining.on_policy import check_policy
         from lenience.mining.search import MineConfig
 
-        options = {
-            name: value for name, value in vars(self).items() if name not in BESIDE
-        }
+        options = {}
+        for name, value in vars(self).items():
+            if name not in BESIDE:
+                options[name] = value
         if self.plan is not None:
             if self.plan < 1:
                 raise InputError(

@@ -62,9 +62,10 @@ class ServerFlags:
         from lenience.serving.dial import ANY
         from lenience.serving.service import ServeConfig
 
-        rules: list[Any] = [
-            Decoder.of({"rule": rule}).rule for rule in self.allow if rule != ANY
-        ]
+        rules = list[Any]()
+        for rule in self.allow:
+            if rule != ANY:
+                rules.append(Decoder.of({"rule": rule}).rule)
         return ServeConfig(
             max_rows=self.max_rows,
             max_queue=self.max_queue,

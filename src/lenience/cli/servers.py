@@ -69,10 +69,9 @@ class Servers:
             raise InputError(f"--in-flight {self.in_flight}: must be 1 or more")
         self.prices()
         reference = Endpoint.parse(self.reference, "--reference", "reference")
-        others = [
-            Endpoint.parse(text, "--candidate", f"candidate-{number}")
-            for number, text in enumerate(self.candidate, 1)
-        ]
+        others = []
+        for number, text in enumerate(self.candidate, 1):
+            others.append(Endpoint.parse(text, "--candidate", f"candidate-{number}"))
         options = ServedOptions(self.in_flight, system, store, claims)
         with screen.status("asking the servers"):
             return cast("Pair", ServedPair(reference, others, options))

@@ -652,10 +652,11 @@ def print_trees(found: Acceptance, path: Path) -> dict[str, float]:
         table.add_row(str(depth), *(f"{share:.3f}" for share in shares[:4]))
     screen.print(table)
     draw = f",draw={found.draw}" if found.draw else ""
-    planned = {
-        f"planned:{nodes},path={path}{draw}": 1 + best_shape(found.shares, nodes)[1]
-        for nodes in (4, 8, 16, 32, 64)
-    }
+    planned = {}
+    for nodes in (4, 8, 16, 32, 64):
+        planned[f"planned:{nodes},path={path}{draw}"] = (
+            1 + best_shape(found.shares, nodes)[1]
+        )
     for tree, kept in planned.items():
         say(f"--tree {tree}: {kept:.2f} tokens per pass expected")
     return planned

@@ -236,10 +236,9 @@ class Context:
     def in_span(self, begin: str, end: str, tokens: Tensor) -> Tensor:
         """Return [B, W] bool: True for each of the drafted `tokens` [B, W] inside a span that the
         text `begin` opens and `end` closes."""
-        inside = [
-            self._open_spans(row, drafted, begin, end)
-            for row, drafted in zip(self.rows, tokens.tolist())
-        ]
+        inside = []
+        for row, drafted in zip(self.rows, tokens.tolist()):
+            inside.append(self._open_spans(row, drafted, begin, end))
         return to_device(inside, tokens.device).bool().view(tokens.shape)
 
     def _open_spans(

@@ -140,11 +140,11 @@ def read_lines(path: Path, holds: str) -> list[tuple[int, str]]:
             f"{path}: cannot be read ({reason(error)}); name a JSONL file of {holds}"
         ) from None
     # splitlines would also split at U+2028 and other characters that JSON allows in strings
-    return [
-        (number, line)
-        for number, line in enumerate(text.split("\n"), 1)
-        if line.strip()
-    ]
+    found = list[tuple[int, str]]()
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            found.append((number, line))
+    return found
 
 
 def digest(value: Any, size: int = 8, sort_keys: bool = False) -> str:

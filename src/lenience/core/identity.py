@@ -80,9 +80,10 @@ def _tied(folder: Path, named: Mapping[str, Any]) -> dict[str, str]:
     """Map each parameter that the files leave out to the stored parameter it is tied to."""
     config = read_json(folder / "config.json")
     tied = config.get("tie_word_embeddings", True) and "lm_head.weight" not in named
-    embeddings = [
-        name for name in named if name.endswith(("embed_tokens.weight", "wte.weight"))
-    ]
+    embeddings = []
+    for name in named:
+        if name.endswith(("embed_tokens.weight", "wte.weight")):
+            embeddings.append(name)
     return {"lm_head.weight": embeddings[0]} if tied and embeddings else {}
 
 

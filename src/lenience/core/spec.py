@@ -34,9 +34,10 @@ the default."""
 def show(name: str, value: Any) -> str:
     """Return the spec of a dataclass object. `parse_term` turns it back into the object."""
     placed = [item for item in _fields(value) if _in_its_place(item, value)]
-    args = [
-        _shown(getattr(value, item.name)) for item in placed if item.name not in BOUNDS
-    ]
+    args = []
+    for item in placed:
+        if item.name not in BOUNDS:
+            args.append(_shown(getattr(value, item.name)))
     args += further_arguments(value)
     return name + (":" + ",".join(args) if args else "") + shown_bound(value)
 
@@ -74,12 +75,12 @@ def further_arguments(value: Any) -> list[str]:
 def named_arguments(value: Any) -> list[str]:
     """Return the arguments that identify the kind of a setting: required arguments that are words,
     and the names of other arguments that are not defaults."""
-    words = [
-        str(getattr(value, item.name))
-        for item in _fields(value)
-        if item.default is dataclasses.MISSING
-        and isinstance(getattr(value, item.name), str)
-    ]
+    words = []
+    for item in _fields(value):
+        if item.default is dataclasses.MISSING and isinstance(
+            getattr(value, item.name), str
+        ):
+            words.append(str(getattr(value, item.name)))
     return words + [argument.split("=", 1)[0] for argument in further_arguments(value)]
 
 
@@ -264,11 +265,10 @@ def template(name: str, kind: type) -> str:
 def named_settings(name: str, grid: Iterable[str]) -> list[str]:
     """Return the specs of a grid that belong to a rule's name such as topk or fuzzy:js. If some of
     them have no further arguments, only these are returned."""
-    named = [
-        spec
-        for spec in grid
-        if spec[: len(name)] == name and spec[len(name) :][:1] in ":@="
-    ]
+    named = []
+    for spec in grid:
+        if spec[: len(name)] == name and spec[len(name) :][:1] in ":@=":
+            named.append(spec)
     named = [spec for spec in named if spec != name]
     return [spec for spec in named if "," not in spec[len(name) :]] or named
 

@@ -82,9 +82,9 @@ class Draft:
 
     def rows(self, which: Sequence[int]) -> Draft:
         """Return the draft for the rows of these indices alone."""
-        parts: dict[str, Any] = {
-            item.name: getattr(self, item.name) for item in fields(self)
-        }
+        parts = dict[str, Any]()
+        for item in fields(self):
+            parts[item.name] = getattr(self, item.name)
         for name, value in parts.items():
             if isinstance(value, Tensor):
                 parts[name] = value[list(which)]

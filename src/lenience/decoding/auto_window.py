@@ -187,12 +187,13 @@ class Chooser:
 
     def _pick(self, ids: list[list[int]], size: int, decoder: Decoder) -> Drafting:
         trees = decoder.tree.choices() or [decoder.tree]
-        picked = [
-            replace(
-                self._pick_ending(ids, size, replace(decoder, tree=tree)), tree=tree
+        picked = []
+        for tree in trees:
+            picked.append(
+                replace(
+                    self._pick_ending(ids, size, replace(decoder, tree=tree)), tree=tree
+                )
             )
-            for tree in trees
-        ]
         return max(picked, key=lambda drafting: drafting.tokens_per_second)
 
     def _pick_ending(
@@ -249,9 +250,10 @@ class Chooser:
         capacity = max(map(len, prompts)) + max(CANDIDATES)
         session, drafter = self.pair.engine(widest, size, capacity)
         # position 1, because some drafters propose nothing in an answer's first cycle
-        rows = [
-            Row(Noise.for_prompt(decoder.seed, prompt), list(prompt), position=1)
-            for prompt in prompts
-        ]
+        rows = []
+        for prompt in prompts:
+            rows.append(
+                Row(Noise.for_prompt(decoder.seed, prompt), list(prompt), position=1)
+            )
         ctx = self.pair.context(widest)
         return cycle_seconds(session, drafter, decoder.rule, ctx, rows)

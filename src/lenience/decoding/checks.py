@@ -214,11 +214,10 @@ def warn_of_translation(target: LM, draft: LM) -> None:
             token for token in both if ours[token] != theirs[token]
         },
     }
-    parts = [
-        f"{len(tokens)} {what}, such as {min(tokens)!r}"
-        for what, tokens in differences.items()
-        if tokens
-    ]
+    parts = []
+    for what, tokens in differences.items():
+        if tokens:
+            parts.append(f"{len(tokens)} {what}, such as {min(tokens)!r}")
     warnings.warn(
         f"the vocabularies of {target.name!r} and {draft.name!r} differ ({'; '.join(parts)}): the "
         "draft's proposals are translated, which is slower than a draft of the target's family",

@@ -132,19 +132,18 @@ class Decoder(PlainOptions):
         InputError for an unknown option or a wrong value."""
         if not options:
             return self
-        texts = {
-            name: str(value) if name in SPECS else value
-            for name, value in options.items()
-        }
+        texts = {}
+        for name, value in options.items():
+            texts[name] = str(value) if name in SPECS else value
         checked = Options().with_options(texts)
-        changed = {
-            name: getattr(checked, name) for name in options if name not in SPECS
-        }
-        specs = {
-            name: read(options[name])
-            for name, read in _READERS.items()
-            if name in options
-        }
+        changed = {}
+        for name in options:
+            if name not in SPECS:
+                changed[name] = getattr(checked, name)
+        specs = {}
+        for name, read in _READERS.items():
+            if name in options:
+                specs[name] = read(options[name])
         if "tree" in options:  # a planned tree is at most as deep as the window
             window = changed.get("window", self.window)
             depth = window if isinstance(window, int) and window > 0 else None
@@ -171,11 +170,11 @@ class Decoder(PlainOptions):
             **default_options(),
             **({"rule": None} if isinstance(self.stop, Gate) else {}),
         }
-        return {
-            name: value
-            for name, value in self.to_json().items()
-            if value != defaults[name]
-        }
+        found = dict[str, Any]()
+        for name, value in self.to_json().items():
+            if value != defaults[name]:
+                found[name] = value
+        return found
 
     def differing(self, other: Decoder) -> dict[str, Any]:
         """Return the options, other than rule and window, whose values differ from those of another

@@ -1,13 +1,31 @@
-"""An answer with its counts."""
+"""An answer with its counts, and the extra outputs that may be requested with it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lenience.core.errors import InputError
+from lenience.core.profile import Profile
 from lenience.core.types import Step, Trace
 
 SHOWN = 60
 """Maximum number of characters of the text in a repr."""
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """Extra outputs requested with an answer."""
+
+    profile: Profile | None = None
+    """Profile that receives wall-clock times."""
+    logprobs: bool = False
+    """True if log-probabilities of the tokens are reported."""
+    stream: bool = False
+    """True if each step carries its text."""
+
+    def __post_init__(self) -> None:
+        if self.profile is not None and not isinstance(self.profile, Profile):
+            raise InputError(f"profile {self.profile!r:.60}: give a Profile()")
 
 
 @dataclass(repr=False)

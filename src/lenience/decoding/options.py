@@ -129,9 +129,10 @@ class Options(PlainOptions):
     def to_json(self) -> dict[str, Any]:
         """Return the options by name."""
         values = {name: getattr(self, name) for name in names()}
-        return {
-            name: list(v) if isinstance(v, tuple) else v for name, v in values.items()
-        }
+        found = dict[str, Any]()
+        for name, v in values.items():
+            found[name] = list(v) if isinstance(v, tuple) else v
+        return found
 
     def text(self, changed: Mapping[str, Any]) -> str:
         """Return the text of a setting: the rule, then the `changed` options."""
@@ -308,9 +309,10 @@ def told_options(kind: type) -> Mapping[str, str]:
     found = []
     for base in reversed(kind.__mro__[:-1]):
         found += parse_from_object(base).params
-    return {
-        param.arg_name: " ".join((param.description or "").split()) for param in found
-    }
+    made = {}
+    for param in found:
+        made[param.arg_name] = " ".join((param.description or "").split())
+    return made
 
 
 def _with_keywords(
@@ -320,11 +322,10 @@ def _with_keywords(
     are the fields' own, unless `others` has another default for the name."""
     signature = inspect.signature(function)
     defaults = kind()
-    shown = [
-        item
-        for item in signature.parameters.values()
-        if item.kind is not item.VAR_KEYWORD
-    ]
+    shown = []
+    for item in signature.parameters.values():
+        if item.kind is not item.VAR_KEYWORD:
+            shown.append(item)
     keyword = inspect.Parameter.KEYWORD_ONLY
     for name, annotation in types.items():
         default = others.get(name, getattr(defaults, name))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, Unpack
 
@@ -14,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
-from lenience.core.needs import Parts
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
 from lenience.core.protocols import Drafter
@@ -29,42 +27,23 @@ from lenience.decoding.checks import (
 )
 from lenience.decoding.decoder import Decoder, DecoderOptions, check_binding
 from lenience.decoding.dialogue import Dialogue, FinishedDialogue
-from lenience.decoding.generation import Generation
-from lenience.decoding.loop import NoDrafter, Request, decode
+from lenience.decoding.engine import build_engine
+from lenience.decoding.generation import Generation, Reporting
+from lenience.decoding.loop import Request, decode
 from lenience.decoding.options import OWN, takes_options
 from lenience.decoding.response import Response
 from lenience.decoding.scheduler import DialogueLimits, converse
-from lenience.drafting.base import DrafterSetup
 from lenience.models.compile import compile_model
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM
-from lenience.models.memory import check_memory
-from lenience.models.pass_cache import LAST, States
 from lenience.models.prompts import Prompt, several
-from lenience.models.session import Session, tree_cache
-from lenience.models.threads import torch_threads
+from lenience.models.session import Session
 
 T = TypeVar("T")
 BATCH_SIZE = 16
 """Default number of prompts per batch."""
 SEED_BITS = 31
 """Number of bits of a random seed."""
-
-
-@dataclass(frozen=True)
-class Reporting:
-    """Extra outputs requested with an answer."""
-
-    profile: Profile | None = None
-    """Profile that receives wall-clock times."""
-    logprobs: bool = False
-    """True if log-probabilities of the tokens are reported."""
-    stream: bool = False
-    """True if each step carries its text."""
-
-    def __post_init__(self) -> None:
-        if self.profile is not None and not isinstance(self.profile, Profile):
-            raise InputError(f"profile {self.profile!r:.60}: give a Profile()")
 
 
 class Pair:
@@ -404,44 +383,9 @@ class Pair:
         """Return the target's session and the drafter, with caches for `rows` sequences of at most
         `capacity` tokens. Raises InputError if the caches, with those of the models `beside` that
         the caller makes, do not fit into memory."""
-        reader = self.reader(decoder)
-        profile = profile or Profile()
-        window = int(decoder.window)
-        spec = decoder.proposer if window else None
-        needs = DrafterSetup(
-            target=reader,
-            draft=self.draft,
-            rows=rows,
-            capacity=capacity,
-            stop=decoder.stop,
-            tree=decoder.tree,
-            keep_states=Parts.STATES in decoder.rule.needs.window,
-            keeps_last=decoder.keeps_last,
-            profile=profile,
+        return build_engine(
+            self, decoder, rows, capacity, beside=beside, profile=profile
         )
-        features = (
-            (None,) if decoder.keeps_last else spec.features(reader) if spec else ()
-        )
-        states = States(decoder.layers, features)
-        others = [*(spec.models(needs) if spec else []), *beside]
-        cached = [(reader, states), *((lm, LAST) for lm in others)]
-        # a tree may have more tokens than are left in the context
-        beyond = decoder.columns(window) if decoder.branches else 0
-        lengths = [
-            min(capacity, (lm.context_length or capacity) + beyond) for lm, _ in cached
-        ]
-        with torch_threads(self.torch_threads):
-            check_memory([(*held, n) for held, n in zip(cached, lengths)], rows, beyond)
-            cache = (
-                tree_cache(reader, rows, lengths[0], states)
-                if decoder.branches
-                else None
-            )
-            session = Session(reader, rows, lengths[0], cache, profile, states=states)
-            session.torch_threads = self.torch_threads
-            if spec is None:
-                return session, NoDrafter(reader.device)
-            return session, spec.build(replace(needs, session=session))
 
     def converse(
         self,
@@ -472,22 +416,11 @@ class Pair:
                 for role, lm in self.models.items()
             },
             "tokenizer": self.target.tokenizer_fingerprint,
-            "template": self._template(),
+            "template": self.target.chat.identity(self.target.tokenizer),
             "generation_config": self.target.generation_settings(),
             "heads": [head.head.fingerprint for head in decoder.heads],
             "drafter": str(decoder.without_paths().drafter),
         }
-
-    def _template(self) -> str | dict[str, Any] | None:
-        """Return the digest of the chat template, with the template settings that are not
-        defaults."""
-        lm = self.target
-        template = lm.chat.template_of(lm.tokenizer)
-        spec = lm.chat.spec
-        if template is None:
-            return None
-        content = hashlib.blake2b(template.encode(), digest_size=8).hexdigest()
-        return content if spec is None else {"content": content, **spec}
 
     @takes_options
     def settle(

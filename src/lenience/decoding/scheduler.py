@@ -430,11 +430,11 @@ class _Slots:
     def of(self, dialogue: int) -> list[Continuation]:
         """Return a dialogue's continuations that have rows, including those that have just
         finished."""
-        return [
-            continuation
-            for continuation in self.continuations
-            if continuation.dialogue == dialogue
-        ]
+        found = list[Continuation]()
+        for continuation in self.continuations:
+            if continuation.dialogue == dialogue:
+                found.append(continuation)
+        return found
 
     def admit(self, continuation: Continuation, source: Continuation | None) -> None:
         """Assign a row to a continuation at the next `retire`: the row of `source`, or a copy of
@@ -462,16 +462,14 @@ class _Slots:
     def retire(self) -> None:
         """Assign rows to new continuations, first those of finished ones, and close the remaining
         gaps."""
-        begin = [
-            (continuation, source)
-            for continuation, source in self._beginning
-            if not continuation.dropped
-        ]
-        free = {
-            i
-            for i, continuation in enumerate(self.continuations)
-            if continuation.is_over
-        }
+        begin = []
+        for continuation, source in self._beginning:
+            if not continuation.dropped:
+                begin.append((continuation, source))
+        free = set()
+        for i, continuation in enumerate(self.continuations):
+            if continuation.is_over:
+                free.add(i)
         at = {id(continuation): i for i, continuation in enumerate(self.continuations)}
         copied = list[tuple[Continuation, int | None]]()
         for continuation, source in begin:

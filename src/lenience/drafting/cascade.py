@@ -116,9 +116,9 @@ class _VerticalDrafter(Drafter):
                 wide_as_target(reading.logits, self.target), draft.tokens
             )
             own = inner.draw(logits).tolist()  # [B, W + 1]
-            proposed = [
-                row[:n] for row, n in zip(draft.tokens.tolist(), draft.lengths.tolist())
-            ]
+            proposed = []
+            for row, n in zip(draft.tokens.tolist(), draft.lengths.tolist()):
+                proposed.append(row[:n])
             for window, tokens, said, given in zip(windows, proposed, own, logits):
                 window.keep(tokens, said, given, self.target.eos_ids)
         tokens = [window.tokens for window in windows]
@@ -266,10 +266,12 @@ class _HorizontalDrafter(Drafter):
         later = [row[:n] for row, n in zip(rest.tokens.tolist(), rest.lengths.tolist())]
         logits = None
         if Parts.PROBS in self.spec.offers:
-            logits = [
-                self._picked_from(begun, b, tokens) + self._picked_from(rest, b, more)
-                for b, (tokens, more) in enumerate(zip(first, later))
-            ]
+            logits = []
+            for b, (tokens, more) in enumerate(zip(first, later)):
+                logits.append(
+                    self._picked_from(begun, b, tokens)
+                    + self._picked_from(rest, b, more)
+                )
         read = [draft.tokens_read or [0] * len(first) for draft in (begun, rest)]
         return replace(
             _chains([a + b for a, b in zip(first, later)], logits, self.target),

@@ -56,9 +56,10 @@ class Store:
         `longest` tokens. The range is empty if that end has fewer than `shortest` tokens."""
         wanted = list(text[: -longest - 1 : -1])
         at = bisect_left(self.suffixes, wanted, key=self._beginning(len(wanted)))
-        beside = [
-            self._common(i, wanted) for i in (at - 1, at) if 0 <= i < len(self.suffixes)
-        ]
+        beside = []
+        for i in (at - 1, at):
+            if 0 <= i < len(self.suffixes):
+                beside.append(self._common(i, wanted))
         n = max(beside, default=0)
         if n < max(shortest, 1):
             return range(0)
@@ -95,19 +96,19 @@ class Store:
                 of.setdefault(token, []).append(place)
             of.pop(END, None)
             total = sum(map(len, of.values()))
-            return [
-                (token, len(at) / total, np.array(at, np.int64))
-                for token, at in sorted(of.items())
-            ]
+            made = list[tuple[int, float, NDArray[np.int64]]]()
+            for token, at in sorted(of.items()):
+                made.append((token, len(at) / total, np.array(at, np.int64)))
+            return made
         after = after[found != END]
         found = found[found != END]
         values, which, counts = np.unique(
             found, return_inverse=True, return_counts=True
         )
-        return [
-            (int(token), n / len(found), after[which == i])
-            for i, (token, n) in enumerate(zip(values, counts))
-        ]
+        made = list[tuple[int, float, NDArray[np.int64]]]()
+        for i, (token, n) in enumerate(zip(values, counts)):
+            made.append((int(token), n / len(found), after[which == i]))
+        return made
 
 
 def build_store(documents: Iterator[list[int]], tokenizer: str, out: Path) -> Store:
@@ -153,10 +154,11 @@ def _load(path: Path, changed: tuple[int, int]) -> Store:
     try:
         about = json.loads((path / ABOUT).read_text())
         # plain arrays on the mapped memory: slices of a memmap cost several times more
-        arrays = [
-            np.asarray(np.load(path / name, mmap_mode="r", allow_pickle=False))
-            for name in (TOKENS, SUFFIXES)
-        ]
+        arrays = []
+        for name in (TOKENS, SUFFIXES):
+            arrays.append(
+                np.asarray(np.load(path / name, mmap_mode="r", allow_pickle=False))
+            )
         if len({len(array) for array in arrays}) > 1 or len(arrays[0]) != _size(about):
             raise ValueError("its files come from different corpora")
         if any(array.ndim > 1 or array.dtype != np.int32 for array in arrays):

@@ -143,10 +143,9 @@ class FeatureSession(TargetSession):
     ) -> Reading:
         assert device_tokens is None and rows is None
         trees = parents or [[] for _ in sequences]
-        shifted = [
-            self._prepared(row, sequence, num_states, tree)
-            for row, (sequence, tree) in enumerate(zip(sequences, trees))
-        ]
+        shifted = []
+        for row, (sequence, tree) in enumerate(zip(sequences, trees)):
+            shifted.append(self._prepared(row, sequence, num_states, tree))
         reading = super().read(
             shifted, num_states, lookahead=lookahead, parents=parents
         )

@@ -147,11 +147,10 @@ class EagleWeights:
     def _check_norms(self) -> None:
         """Raise ValueError if the norms of the target's layers do not cover equal parts of the
         features, one norm each."""
-        norms = {
-            name: part
-            for name, part in self.tensors.items()
-            if name.startswith("fc_norm.")
-        }
+        norms = {}
+        for name, part in self.tensors.items():
+            if name.startswith("fc_norm."):
+                norms[name] = part
         reads = self.tensors["fc.weight"].shape[1]
         for i in range(len(norms)):
             norm = norms.get(f"fc_norm.{i}.weight")
@@ -220,10 +219,11 @@ class EagleWeights:
     def save(self, folder: Path) -> None:
         """Write config.json and model.safetensors in the original layout, and eagle.json with the
         training record. Each file is written atomically."""
-        named = {
-            re.sub(r"^layers\.0\.", "midlayer.", name): part.detach().contiguous()
-            for name, part in self.tensors.items()
-        }
+        named = {}
+        for name, part in self.tensors.items():
+            named[re.sub(r"^layers\.0\.", "midlayer.", name)] = (
+                part.detach().contiguous()
+            )
         with replacing(folder / WEIGHTS[0]) as new:
             save_file(named, new)
         vocabulary = self.tensors["lm_head.weight"].shape[0]
@@ -556,10 +556,10 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     strange = [name for name in tensors if not KNOWN.fullmatch(name)]
     if strange:
         raise ValueError(f"it has {strange[0]}, which Llama layers lack")
-    return {
-        re.sub(r"^midlayer\.", "layers.0.", name): part
-        for name, part in tensors.items()
-    }
+    found = dict[str, Tensor]()
+    for name, part in tensors.items():
+        found[re.sub(r"^midlayer\.", "layers.0.", name)] = part
+    return found
 
 
 def _layer_config(

@@ -102,9 +102,9 @@ class _RecalledDrafter(Drafter):
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         limits = most_drafted(self.session, self.target, ctx, room)
-        windows = [
-            _Window(b, *bounds) for b, bounds in enumerate(zip(ctx.rows, limits))
-        ]
+        windows = []
+        for b, bounds in enumerate(zip(ctx.rows, limits)):
+            windows.append(_Window(b, *bounds))
         passes = 0
         while passes < ROUNDS and (
             unfinished := [window for window in windows if window.left]

@@ -84,10 +84,9 @@ class DraftHeads:
     @cached_property
     def fingerprint(self) -> str:
         """Return a hash that identifies the heads' predictions."""
-        content = [
-            tensor.float().cpu().numpy().tobytes()
-            for _, tensor in sorted(self.tensors().items())
-        ]
+        content = []
+        for _, tensor in sorted(self.tensors().items()):
+            content.append(tensor.float().cpu().numpy().tobytes())
         return digest_bytes(b"".join(content) + self.kind.encode())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -104,13 +103,14 @@ class DraftHeads:
     def to(self, device: torch.device, dtype: torch.dtype) -> DraftHeads:
         """Return a copy of the heads on a device, in a dtype, cached."""
         if (device, dtype) not in self._on:
-            blocks = [
-                [
-                    {name: part.to(device, dtype) for name, part in block.items()}
-                    for block in of_head
-                ]
-                for of_head in self.blocks
-            ]
+            blocks = []
+            for of_head in self.blocks:
+                blocks.append(
+                    [
+                        {name: part.to(device, dtype) for name, part in block.items()}
+                        for block in of_head
+                    ]
+                )
             matrices = self.matrices and [
                 matrix.to(device, dtype) for matrix in self.matrices
             ]

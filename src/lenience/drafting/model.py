@@ -204,9 +204,9 @@ class ModelDrafter(Drafter):
             sequences = window.prefixes
             if window.logits:
                 drafted = window.tokens.tolist()
-                sequences = [
-                    prefix + row for prefix, row in zip(window.prefixes, drafted)
-                ]
+                sequences = []
+                for prefix, row in zip(window.prefixes, drafted):
+                    sequences.append(prefix + row)
             self._read(window, sequences, min(left, chunk), ctx)
             self._shorten(window, probs, ctx)
 
@@ -300,9 +300,9 @@ class TreeDrafter(Drafter):
         if not max(limits):
             return as_draft([GrowingTree() for _ in ctx.rows], self.target.device)
         # a row without drafted tokens may be longer than the draft's context
-        prefixes = [
-            row.prefix if n else row.prefix[:1] for row, n in zip(ctx.rows, limits)
-        ]
+        prefixes = []
+        for row, n in zip(ctx.rows, limits):
+            prefixes.append(row.prefix if n else row.prefix[:1])
         reader = _Reader(self, ctx, prefixes)
         ends = PathEnds(limits, self.target.eos_ids, self.stop)
         grown = self.tree.grow(reader.read, ctx, ends)

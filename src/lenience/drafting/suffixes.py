@@ -100,6 +100,7 @@ class Suffixes:
         the token."""
         after = {token: at for token, at in self._next[state].items() if token != END}
         total = sum(self._count[child] for child in after.values())
-        return [
-            (token, self._count[child] / total, child) for token, child in after.items()
-        ]
+        found = list[tuple[int, float, int]]()
+        for token, child in after.items():
+            found.append((token, self._count[child] / total, child))
+        return found

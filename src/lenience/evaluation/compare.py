@@ -101,9 +101,9 @@ class CompareConfig:
         refuse_certified(self.rules)
         named = list(map(given_options, self.settings))
         refuse_certified(str(entry["rule"]) for entry in named)
-        entries: list[dict[str, Any]] = [
-            {"rule": rule} for rule in expand(self.rules, self.shared.temperature)
-        ]
+        entries = list[dict[str, Any]]()
+        for rule in expand(self.rules, self.shared.temperature):
+            entries.append({"rule": rule})
         entries += [entry for entry in named if entry not in entries]
         for entry in entries:
             if entry.get("window") == "auto":
@@ -125,9 +125,10 @@ class CompareConfig:
         not set come from `shared`."""
         entries = [{"rule": rule} for rule in baselines]
         entries += [entry for entry in self.named if entry not in entries]
-        return [
-            Compared(shared.with_options(entry), "window" in entry) for entry in entries
-        ]
+        found = list[Compared]()
+        for entry in entries:
+            found.append(Compared(shared.with_options(entry), "window" in entry))
+        return found
 
     def heads(self) -> dict[str, TrainedPart]:
         """Return the trained parts of all decoders, by path. Raises InputError for a wrong
@@ -158,9 +159,10 @@ class Compared:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Compared:
         """Return the object whose `to_json` is `value`."""
-        options = {
-            name: option for name, option in value.items() if name != "names_window"
-        }
+        options = {}
+        for name, option in value.items():
+            if name != "names_window":
+                options[name] = option
         return cls(Decoder.of(options), value["names_window"])
 
 
@@ -319,15 +321,16 @@ class Comparison:
         rows = self._answers(settings, answers, progress)
         quality = self._quality(settings, rows, progress)
         timings = self._timings(settings, folder / "timings.jsonl", progress)
-        examples = [
-            Example(
-                id=sample.id,
-                prompt=sample.prompt,
-                reference=sample.reference,
-                results=[row[i] for row in rows],
+        examples = []
+        for i, sample in enumerate(self.samples[:EXAMPLES]):
+            examples.append(
+                Example(
+                    id=sample.id,
+                    prompt=sample.prompt,
+                    reference=sample.reference,
+                    results=[row[i] for row in rows],
+                )
             )
-            for i, sample in enumerate(self.samples[:EXAMPLES])
-        ]
         shared = self.shared.to_json()
         shared = {
             name: shared[name] for name in shared if name not in ("rule", "window")
@@ -352,9 +355,10 @@ class Comparison:
 
     def estimate(self, folder: Path | None) -> Estimate:
         """Return the estimated number of remaining answers and their time."""
-        drafting = [
-            compared for compared in self.decoders if not compared.decoder.alone
-        ]
+        drafting = []
+        for compared in self.decoders:
+            if not compared.decoder.alone:
+                drafting.append(compared)
         chosen = [compared for compared in drafting if self._chooses_window(compared)]
         settings = len(self.decoders) + len(chosen)
         timed = min(self.config.timed, len(self.samples)) * self.config.repeats
@@ -363,10 +367,9 @@ class Comparison:
         if folder is not None:
             new = self._not_chosen_yet(folder / "windows.json")
             kept = sum(1 for _ in Journal(folder / "compare.jsonl"))
-            times = {
-                line["id"]: len(line["seconds"])
-                for line in Journal(folder / "timings.jsonl")
-            }
+            times = {}
+            for line in Journal(folder / "timings.jsonl"):
+                times[line["id"]] = len(line["seconds"])
             known = 0 if new else self.config.repeats * sum(times.values())
         racing = sum(compared in new for compared in chosen)
         tuned = racing * len(self.config.windows) * (1 + len(self.tuning_samples))
@@ -449,10 +452,9 @@ class Comparison:
             settings.setdefault(decoder, ComparedSetting(decoder))
         if choosing:
             self._add_chosen(settings, self._fastest(choosing, progress))
-        chosen = [
-            {"decoding": setting.decoder.to_json(), "why": setting.why}
-            for setting in settings.values()
-        ]
+        chosen = []
+        for setting in settings.values():
+            chosen.append({"decoding": setting.decoder.to_json(), "why": setting.why})
         decoders = [compared.to_json() for compared in self.decoders]
         write_json(path, {"settings": chosen, "decoders": decoders})
         return list(settings.values())
@@ -468,11 +470,10 @@ class Comparison:
         for decoder in fastest:
             at = replace(decoder, window=widest)
             settings.setdefault(at, ComparedSetting(at, "widest"))
-        choosing = [
-            compared.decoder
-            for compared in self.decoders
-            if self._chooses_window(compared)
-        ]
+        choosing = []
+        for compared in self.decoders:
+            if self._chooses_window(compared):
+                choosing.append(compared.decoder)
         strict = next(
             (decoder for decoder in choosing if str(decoder.rule) == "exact"), None
         )
@@ -588,10 +589,14 @@ class Comparison:
     ) -> dict[str, float]:
         """Return each setting's seconds on a sample: the median over repeats, in which all take
         turns."""
-        turns = [
-            [self._generate(sample, setting.decoder).seconds for setting in settings]
-            for _ in range(repeats)
-        ]
+        turns = []
+        for _ in range(repeats):
+            turns.append(
+                [
+                    self._generate(sample, setting.decoder).seconds
+                    for setting in settings
+                ]
+            )
         seconds = np.median(turns, 0).round(6).tolist()
         return dict(zip((str(setting.decoder) for setting in settings), seconds))
 
@@ -604,10 +609,10 @@ def _by_path(decodings: Iterable[Decoder]) -> dict[str, TrainedPart]:
     """Return the trained parts of decoders by path. A part of the built-in pair is keyed by its
     name, wherever the package is installed."""
     heads = [head for decoder in decodings for head in decoder.heads]
-    return {
-        f"built-in {Path(h.path).name}" if built_in(h.path) else h.path: h
-        for h in heads
-    }
+    found = dict[str, TrainedPart]()
+    for h in heads:
+        found[f"built-in {Path(h.path).name}" if built_in(h.path) else h.path] = h
+    return found
 
 
 def _by_setting(seconds: Any, settings: Sequence[str]) -> Mapping[str, float]:

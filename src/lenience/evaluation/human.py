@@ -81,10 +81,9 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
         )
     name = digest([pair.to_json() for pair in pairs])
     write_json(folder / KEY, Key(page=name, pairs=pairs).to_json())
-    shown = [
-        _blinded(pair, prompts[pair.id], own, answers[pair.settings[0]])
-        for pair in pairs
-    ]
+    shown = []
+    for pair in pairs:
+        shown.append(_blinded(pair, prompts[pair.id], own, answers[pair.settings[0]]))
     page = template(PAGE).render(page=name, pairs=shown, title=str(folder))
     write_text(folder / PAGE, page)
     return Page(folder / PAGE, len(pairs), alike)
@@ -197,9 +196,9 @@ def with_grades(folder: Path, frontier: Frontier) -> Frontier:
     if not (folder / GRADED).exists():
         return frontier
     known = read_json(folder / GRADED)
-    settings = [
-        record["decoding"] for record in read_json(folder / "windows.json")["settings"]
-    ]
+    settings = []
+    for record in read_json(folder / "windows.json")["settings"]:
+        settings.append(record["decoding"])
     rows = [
         row.model_copy(
             update={"human": HumanGrades.read(known[name], str(folder / GRADED))}
@@ -284,8 +283,8 @@ def _chosen(
         )
     if rules:
         return [setting for setting, rule in by_rule.items() if rule in rules]
-    return [
-        setting
-        for setting, rule in by_rule.items()
-        if rule not in (*BASELINES, "exact")
-    ]
+    found = list[str]()
+    for setting, rule in by_rule.items():
+        if rule not in (*BASELINES, "exact"):
+            found.append(setting)
+    return found

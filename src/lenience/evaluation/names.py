@@ -41,12 +41,16 @@ def named(rows: Sequence[FrontierRow]) -> list[NamedRow]:
     for row in rows:
         _options(row.options, note)
     labels = {str(path): _shortest_end(path, paths) for path in paths}
-    return [
-        NamedRow(
-            **row.model_dump(), name=_name(row, labels), family=family(row.rule, labels)
+    found = list[NamedRow]()
+    for row in rows:
+        found.append(
+            NamedRow(
+                **row.model_dump(),
+                name=_name(row, labels),
+                family=family(row.rule, labels),
+            )
         )
-        for row in rows
-    ]
+    return found
 
 
 def _name(row: FrontierRow, labels: Mapping[str, str]) -> str:

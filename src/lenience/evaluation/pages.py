@@ -89,25 +89,28 @@ def example(
 def details(frontier: Frontier) -> dict[str, Any]:
     """Return the data that the page shows for a row on hover: its settings and figures, and its
     answers to the kept prompts."""
-    rows = [
-        {
-            "name": row.name,
-            "rule": row.rule,
-            "window": row.window,
-            "why": why(row),
-            **{key: getattr(row, key) for key in FIGURES},
-        }
-        for row in named(frontier.rows)
-    ]
-    prompts = [
-        {
-            "prompt": as_text(sample.prompt),
-            "results": [
-                _result(result, sample, frontier.measure) for result in sample.results
-            ],
-        }
-        for sample in frontier.examples
-    ]
+    rows = []
+    for row in named(frontier.rows):
+        rows.append(
+            {
+                "name": row.name,
+                "rule": row.rule,
+                "window": row.window,
+                "why": why(row),
+                **{key: getattr(row, key) for key in FIGURES},
+            }
+        )
+    prompts = []
+    for sample in frontier.examples:
+        prompts.append(
+            {
+                "prompt": as_text(sample.prompt),
+                "results": [
+                    _result(result, sample, frontier.measure)
+                    for result in sample.results
+                ],
+            }
+        )
     return {"rows": rows, "prompts": prompts}
 
 

@@ -116,11 +116,10 @@ def _parts(figure: Any, count: int, narrow: bool) -> list[Any]:
 
 
 def _add_legend(figure: Any, axes: Sequence[Any], columns: int) -> None:
-    names = {
-        text: line
-        for axis in axes
-        for line, text in zip(*axis.get_legend_handles_labels())
-    }
+    names = {}
+    for axis in axes:
+        for line, text in zip(*axis.get_legend_handles_labels()):
+            names[text] = line
     figure.legend(
         list(names.values()),
         list(names),
@@ -135,9 +134,11 @@ def _axes_of(frontier: Frontier) -> list[tuple[str, str]]:
     """Return the axes for which a comparison has figures. Without right answers there are no
     seconds per right answer."""
     rows = frontier.rows
-    return [
-        axis for axis in AXES if any(getattr(row, axis[0]) is not None for row in rows)
-    ]
+    found = list[tuple[str, str]]()
+    for axis in AXES:
+        if any(getattr(row, axis[0]) is not None for row in rows):
+            found.append(axis)
+    return found
 
 
 def _colors(families: Any) -> dict[str, str]:
@@ -197,11 +198,10 @@ def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
 
 def _shifts(width: float) -> list[tuple[float, float]]:
     """Return the possible offsets of a label from its mark, in points, the nearest first."""
-    steps = [
-        sign * step
-        for step in range(LABEL_STEPS)
-        for sign in ((1, -1) if step else (1,))
-    ]
+    steps = []
+    for step in range(LABEL_STEPS):
+        for sign in (1, -1) if step else (1,):
+            steps.append(sign * step)
     return [(x, 4 + LABEL_HEIGHT * step) for step in steps for x in (4, -4 - width)]
 
 

@@ -64,10 +64,9 @@ def beside_target(
     own: Sequence[Answer],
 ) -> Quality:
     """Return the quality of answers to `samples`, compared with the target's own."""
-    triples = [
-        (answer.text, alone.text, sample)
-        for answer, alone, sample in zip(answers, own, samples)
-    ]
+    triples = []
+    for answer, alone, sample in zip(answers, own, samples):
+        triples.append((answer.text, alone.text, sample))
     points = list[float]()
     for start in range(0, len(triples), AT_ONCE):
         points += task.points(triples[start : start + AT_ONCE])

@@ -168,10 +168,9 @@ def table(
     seconds = np.array(timings, dtype=float)  # [timed_n, settings]
     rules = [setting.decoder.alone for setting in settings]
     of_settings = quality or qualities(None, answers, rules.index("target"))
-    figures = [
-        _figures(given, seconds[:, i], of_settings[i])
-        for i, given in enumerate(answers)
-    ]
+    figures = []
+    for i, given in enumerate(answers):
+        figures.append(_figures(given, seconds[:, i], of_settings[i]))
     cap = (
         figures[rules.index("draft")]["tokens_per_second"] if "draft" in rules else None
     )

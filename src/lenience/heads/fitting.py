@@ -205,11 +205,11 @@ def settings_of(kind: HeadKind) -> list[Hyperparameters]:
     if kind == "logistic":
         return list(map(Hyperparameters, L2_GRID))
     if kind == "adamw":
-        return [
-            Hyperparameters(rate=rate, decay=decay)
-            for rate in RATES
-            for decay in DECAYS
-        ]
+        found = list[Hyperparameters]()
+        for rate in RATES:
+            for decay in DECAYS:
+                found.append(Hyperparameters(rate=rate, decay=decay))
+        return found
     return [Hyperparameters()]
 
 
@@ -263,9 +263,9 @@ def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
     by_c, tried = _grid_in_files(x, examples, config, (train, valid))
     c = _best(tried).c
     folds = [outside for _, outside in _folds(examples)]
-    problems = [
-        LogisticProblem(c, ~np.isin(np.arange(m), outside)) for outside in folds
-    ]
+    problems = []
+    for outside in folds:
+        problems.append(LogisticProblem(c, ~np.isin(np.arange(m), outside)))
     problems.append(LogisticProblem(c, np.ones(m, dtype=bool)))
     begin = np.repeat(by_c[:, [L2_GRID.index(c)]], len(problems), 1)
     weights = fit_together(x, examples.weighted(config.weight), problems, begin)

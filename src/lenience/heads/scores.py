@@ -31,9 +31,10 @@ def by_recall(scores: NDArray, important: NDArray) -> dict[str, float]:
     """Return the threshold for each recall of important mismatches, from 0.5 in steps of 0.01 and
     from 0.99 in steps of 0.001, keyed by the recall."""
     recalls = [*(n / 100 for n in range(50, 99)), *(n / 1000 for n in range(990, 1001))]
-    return {
-        f"{recall:g}": threshold_at(scores, important, recall) for recall in recalls
-    }
+    found = dict[str, float]()
+    for recall in recalls:
+        found[f"{recall:g}"] = threshold_at(scores, important, recall)
+    return found
 
 
 def thresholds(scores: NDArray, important: NDArray) -> list[dict[str, Any]]:

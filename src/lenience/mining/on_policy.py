@@ -71,12 +71,13 @@ def search_on_policy(
         part = samples[start : start + batch_size]
         answered = _answer(pair, task, part, policy, strict)
         lost = [answer for answer in answered if answer.lost]
-        asked = [
-            answer.lenient.prompt_tokens
-            + answer.lenient.tokens[: mismatch.position + 1]
-            for answer in lost
-            for mismatch in answer.kept
-        ]
+        asked = []
+        for answer in lost:
+            for mismatch in answer.kept:
+                asked.append(
+                    answer.lenient.prompt_tokens
+                    + answer.lenient.tokens[: mismatch.position + 1]
+                )
         outs = iter(pair.generate_batch(asked, strict, batch_size=batch_size))
         for answer in lost:
             answer.continued = [next(outs) for _ in answer.kept]
@@ -117,13 +118,18 @@ def _kept(pair: Pair, out: Generation) -> list[Mismatch]:
     ctx = Context([Row(Noise(0, b""), out.prompt_tokens)], processors=processors)
     logits = ctx.process(reading.logits, torch.tensor([response[:-1]]))
     greedy = logits[0, :, : pair.target.vocab_size].argmax(-1).tolist()
-    return [
-        Mismatch(
-            position=i, target_token=greedy[i], draft_token=response[i], important=None
-        )
-        for i in at
-        if greedy[i] != response[i]
-    ]
+    found = list[Mismatch]()
+    for i in at:
+        if greedy[i] != response[i]:
+            found.append(
+                Mismatch(
+                    position=i,
+                    target_token=greedy[i],
+                    draft_token=response[i],
+                    important=None,
+                )
+            )
+    return found
 
 
 def _record(

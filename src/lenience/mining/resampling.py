@@ -82,12 +82,12 @@ def resample(
 def _left(folder: Path, swaps: Sequence[Swap], times: int) -> list[tuple[int, Swap]]:
     """Return the continuations that are still missing, each with its number."""
     done = {(draw.id, draw.position, draw.number) for draw in resamples(folder)}
-    return [
-        (number, swap)
-        for number in range(1, times + 1)
-        for swap in swaps
-        if (swap[0].id, swap[1].position, number) not in done
-    ]
+    found = list[tuple[int, Swap]]()
+    for number in range(1, times + 1):
+        for swap in swaps:
+            if (swap[0].id, swap[1].position, number) not in done:
+                found.append((number, swap))
+    return found
 
 
 def _same(task: Task, text: str, mined: MinedSample, sample: Sample) -> bool:

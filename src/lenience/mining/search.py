@@ -235,11 +235,17 @@ class Miner:
         """Return the target's own response and the mismatches in it, without labels."""
         own = yield self._continue(prompt, [])
         predicted = yield Predict(prompt + own, len(prompt), len(prompt))
-        mismatches = [
-            Mismatch(position=i, target_token=own[i], draft_token=token, important=None)
-            for i, token in enumerate(predicted)
-            if token not in (None, own[i])
-        ]
+        mismatches = []
+        for i, token in enumerate(predicted):
+            if token not in (None, own[i]):
+                mismatches.append(
+                    Mismatch(
+                        position=i,
+                        target_token=own[i],
+                        draft_token=token,
+                        important=None,
+                    )
+                )
         return SearchResult(prompt, own, own, mismatches, self.answer(own))
 
     def search(self, prompt: list[int]) -> Dialogue[SearchResult]:
@@ -255,9 +261,10 @@ class Miner:
                 prompt + response, len(prompt) + start, len(prompt)
             )
             guesses = dict(enumerate(predicted, start))
-            differing = [
-                i for i, token in guesses.items() if token not in (None, response[i])
-            ]
+            differing = []
+            for i, token in guesses.items():
+                if token not in (None, response[i]):
+                    differing.append(i)
             start = len(response)
             # the response up to a mismatch is settled, and so are the draft's guesses as long as no
             # swap is adopted
@@ -333,10 +340,11 @@ def search(
     max_new_tokens = decoder.max_new_tokens
     shorter = min(lm.context_length or 1 << 30 for lm in pair.models.values())
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
-    miners = [
-        Miner(task, sample, pair.target, min(max_new_tokens, shorter - len(prompt)))
-        for sample, prompt in zip(samples, prompts)
-    ]
+    miners = []
+    for sample, prompt in zip(samples, prompts):
+        miners.append(
+            Miner(task, sample, pair.target, min(max_new_tokens, shorter - len(prompt)))
+        )
     dialogues = (find(miner, prompt) for miner, prompt in zip(miners, prompts))
     size = min(batch_size, len(samples))
     capacity = max(map(len, prompts), default=0) + max_new_tokens
@@ -486,12 +494,13 @@ def _labelled(
         began = time.perf_counter()
         swaps = found.mismatches
         rated, tokens = scores(session, found.prompt_ids, found.response_ids, swaps)
-        labelled = [
-            swap.model_copy(
-                update={"score": score, "important": score < config.least_score}
+        labelled = []
+        for swap, score in zip(swaps, rated):
+            labelled.append(
+                swap.model_copy(
+                    update={"score": score, "important": score < config.least_score}
+                )
             )
-            for swap, score in zip(swaps, rated)
-        ]
         cost = found.cost.model_copy(
             update={
                 "target_passes": found.cost.target_passes + 1 + len(swaps),

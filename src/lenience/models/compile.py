@@ -53,11 +53,10 @@ and the draft tokens per cycle."""
 def export_seconds(models: Sequence[LM]) -> float:
     """Return an estimate of the seconds needed to export the models. Models with a cached or
     shipped graph cost nothing."""
-    missing = [
-        lm
-        for lm in models
-        if lm.backend is None and not _Export(graph_path(lm), LAST, False).exists(lm)
-    ]
+    missing = []
+    for lm in models:
+        if lm.backend is None and not _Export(graph_path(lm), LAST, False).exists(lm):
+            missing.append(lm)
     millions = sum(lm.model.num_parameters() for lm in missing) / 1e6
     return EXPORT_SECONDS * len(missing) + EXPORT_SECONDS_A_MILLION * millions
 
@@ -135,9 +134,10 @@ def _others(export: bool, states: States = LAST) -> GraphFinder:
         def reads(graph: Graph) -> bool:
             return reads_together_as_alone(lm, graph.cache(lm, 3, 256), wanted)
 
-        layers = [
-            layer for layer in (*wanted.layers, *wanted.features) if layer is not None
-        ]
+        layers = []
+        for layer in (*wanted.layers, *wanted.features):
+            if layer is not None:
+                layers.append(layer)
         what = (
             f"the states after layer {', '.join(map(str, layers))}"
             if layers

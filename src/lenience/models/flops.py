@@ -41,11 +41,10 @@ def _measured(lm: LM) -> ReadingCost | None:
     if not isinstance(heads, int) or getattr(lm.model, "is_quantized", False):
         return None
     head_size = getattr(config, "head_dim", None) or lm.hidden_size // heads
-    tables = [
-        part.weight
-        for part in lm.model.modules()
-        if isinstance(part, torch.nn.Embedding)
-    ]
+    tables = []
+    for part in lm.model.modules():
+        if isinstance(part, torch.nn.Embedding):
+            tables.append(part.weight)
     # embedding tables are looked up, not multiplied
     looked_up = {id(table) for table in tables} - {id(lm.output_matrix)}
     parts = [part for part in lm.model.parameters() if part.ndim > 1]

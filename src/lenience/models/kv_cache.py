@@ -236,17 +236,16 @@ class PlainCache:
         if lm.only_attends or lm.copies_cache:
             self._cache = PassCache(layer_class_to_replicate=make_layer)
             return
-        layers = [
-            _equivalent(layer, self.slots) for layer in new_cache(lm.model).layers
-        ]
+        layers = []
+        for layer in new_cache(lm.model).layers:
+            layers.append(_equivalent(layer, self.slots))
         self._cache = PassCache(layers=layers)
         if lm.has_states:
             self.reads_ragged = False
-            following = {
-                i: layer
-                for i, layer in enumerate(layers)
-                if isinstance(layer, StateLayer)
-            }
+            following = {}
+            for i, layer in enumerate(layers):
+                if isinstance(layer, StateLayer):
+                    following[i] = layer
             self._mixers = MixerStates(following, rows)
             lm.once("mixers", lambda: _prepare_mixers(lm))
 
@@ -535,11 +534,10 @@ def _prepare_mixers(lm: LM) -> None:
 
     with torch.inference_mode():
         mixers = find_mixers(lm.model, cache, read_a_token)
-    following = [
-        i
-        for i, layer in enumerate(cache.layers)
-        if isinstance(layer, LinearAttentionLayer)
-    ]
+    following = []
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionLayer):
+            following.append(i)
     if not {mixer.layer for _, mixer in mixers}.issuperset(following):
         raise InputError(
             f"{lm.role} {lm.name!r}: {type(lm.model).__name__} keeps its states outside of its "

@@ -219,11 +219,10 @@ class LM:
         dtype = kwargs.pop("dtype")
         device = kwargs.pop("device")
         _check_placement(dtype, device)
-        shared: dict[str, Any] = {
-            key: kwargs[key]
-            for key in ("revision", "trust_remote_code", "token", "cache_dir")
-            if key in kwargs
-        }
+        shared = dict[str, Any]()
+        for key in ("revision", "trust_remote_code", "token", "cache_dir"):
+            if key in kwargs:
+                shared[key] = kwargs[key]
         place = source
         if gguf.is_named(source):
             if "quantization_config" in kwargs:

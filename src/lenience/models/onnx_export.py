@@ -203,11 +203,10 @@ class _Twin(torch.nn.Module):
             logits_to_keep=kept,
             **({} if inputs is None else {"inputs": inputs}),
         )
-        new = [
-            cast(Tensor, states)
-            for layer in layers
-            for states in (layer.keys, layer.values)
-        ]
+        new = []
+        for layer in layers:
+            for states in (layer.keys, layer.values):
+                new.append(cast(Tensor, states))
         parts = [self._hidden(layer, kept, inputs) for layer in self.states.layers]
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if not self.states.features:
@@ -251,9 +250,9 @@ class _First(_Twin):
             return read
         logits, hidden, new = read
         after = cached + ids.shape[1] - pads
-        near = [
-            torch.nn.functional.pad(states, (0, 0, 0, steps.shape[0])) for states in new
-        ]
+        near = []
+        for states in new:
+            near.append(torch.nn.functional.pad(states, (0, 0, 0, steps.shape[0])))
         token = logits[:, -1].argmax(-1)
         places = torch.cat([keys, after[:, None] + steps], 1)
         state = [] if inputs is None else [hidden[:, -1]]
@@ -502,9 +501,9 @@ def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
     new = [f"new_{i}" for i in range(states)]
     last = ["last", "last_state"][: len(said)]
     names = [*last, *new, "step_logits", "step_hidden"]
-    after = [
-        ir.Value(name=name, type=end.type) for name, end in zip(names, body.outputs[1:])
-    ]
+    after = []
+    for name, end in zip(names, body.outputs[1:]):
+        after.append(ir.Value(name=name, type=end.type))
     inputs = [how_often.outputs[0], yes, *begin]
     loop = ir.Node("", "Loop", inputs, [ir.AttrGraph("body", body)], outputs=after)
     graph.extend([how_often, loop])
@@ -519,11 +518,10 @@ def _share(graph: ir.Graph, step: ir.Graph, carried: list[ir.Value]) -> None:
     outside |= {
         name: value for name, value in graph.initializers.items() if _is_weight(value)
     }
-    constants = {
-        _content(value): value
-        for value in graph.initializers.values()
-        if not _is_weight(value)
-    }
+    constants = {}
+    for value in graph.initializers.values():
+        if not _is_weight(value):
+            constants[_content(value)] = value
     for value in (
         *step.inputs[2:],
         *step.initializers.values(),

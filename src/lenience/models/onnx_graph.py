@@ -376,10 +376,9 @@ class GraphCache:
         rest with the trees."""
         assert forward.parents is not None
         rest = len(forward.parents[0]) + 1
-        cached = [
-            n + forward.length - rest - pad
-            for n, pad in zip(forward.cached_lengths, forward.left_padding)
-        ]
+        cached = []
+        for n, pad in zip(forward.cached_lengths, forward.left_padding):
+            cached.append(n + forward.length - rest - pad)
         first = replace(
             forward,
             input_ids=[ids[:-rest] for ids in forward.input_ids],

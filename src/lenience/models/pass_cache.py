@@ -164,13 +164,14 @@ def own_cache_class(kind: Any) -> type[DynamicCache] | None:
     """Return the class of caches that the module of a kind of model defines; None if there is
     none."""
     classes = vars(sys.modules[kind.__module__]).values()
-    found = [
-        own
-        for own in classes
-        if isinstance(own, type)
-        and issubclass(own, DynamicCache)
-        and own.__module__ == kind.__module__
-    ]
+    found = []
+    for own in classes:
+        if (
+            isinstance(own, type)
+            and issubclass(own, DynamicCache)
+            and own.__module__ == kind.__module__
+        ):
+            found.append(own)
     return found[0] if len(found) == 1 else None
 
 

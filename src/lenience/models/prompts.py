@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,18 @@ class Chat:
         template = getattr(tokenizer, "chat_template", None)
         return None if self.use is False or not template else str(template)
 
+    def identity(
+        self, tokenizer: PreTrainedTokenizerBase
+    ) -> str | dict[str, Any] | None:
+        """Return the digest of the template that applies, with the settings that are not defaults;
+        None if none applies."""
+        template = self.template_of(tokenizer)
+        spec = self.spec
+        if template is None:
+            return None
+        content = hashlib.blake2b(template.encode(), digest_size=8).hexdigest()
+        return content if spec is None else {"content": content, **spec}
+
     def end_of_turn(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
         """Return the special token that the template puts after an assistant's turn; None if there
         is none."""
@@ -59,9 +72,10 @@ class Chat:
         except Exception:  # whatever a template raises; it may allow no assistant
             return None
         rest = text.rpartition(said)[2].lstrip() if said in text else ""
-        special = [
-            token for token in special_tokens(tokenizer) if rest.startswith(token)
-        ]
+        special = []
+        for token in special_tokens(tokenizer):
+            if rest.startswith(token):
+                special.append(token)
         return special_tokens(tokenizer)[max(special, key=len)] if special else None
 
     def check(self, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
@@ -120,10 +134,9 @@ class Chat:
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Return the ids of the special tokens, which are left out of decoded answers, keyed by the
     tokens' text."""
-    known = {
-        str(token): tokenizer.convert_tokens_to_ids(str(token))
-        for token in tokenizer.all_special_tokens
-    }
+    known = {}
+    for token in tokenizer.all_special_tokens:
+        known[str(token)] = tokenizer.convert_tokens_to_ids(str(token))
     for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
         if token.special:
             known[str(token)] = token_id
@@ -148,10 +161,10 @@ def several(prompts: Any, pad: int | None = None) -> list[Prompt]:
         given = [rows] if masks is None else [rows, masks]
         if masks is None:
             _refuse_padding(rows, pad)
-        return [
-            plain(dict(zip(("input_ids", "attention_mask"), row)))
-            for row in zip(*given)
-        ]
+        found = list[Prompt]()
+        for row in zip(*given):
+            found.append(plain(dict(zip(("input_ids", "attention_mask"), row))))
+        return found
     _refuse_padding(prompts, pad)
     try:
         return list(prompts)

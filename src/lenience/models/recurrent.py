@@ -125,11 +125,11 @@ class Checkpoints(Generic[V]):
         kept[length] = states
         while len(kept) > CHECKPOINTS:
             lengths = sorted(kept)
-            ratios = {
-                lengths[i]: (length + 1 - lengths[i - 1])
-                / (length + 1 - lengths[i + 1])
-                for i in range(1, len(lengths) - 2)
-            }
+            ratios = {}
+            for i in range(1, len(lengths) - 2):
+                ratios[lengths[i]] = (length + 1 - lengths[i - 1]) / (
+                    length + 1 - lengths[i + 1]
+                )
             del kept[min(ratios, key=lambda after: ratios[after])]
 
     def copy(self, source: int, to: int, length: int) -> None:

@@ -237,10 +237,9 @@ class Session:
         """Read long prefixes before their trees, and return the number of tokens read per prefix
         [B]. The pass over a tree has a mask over all its new tokens, so where this mask would be
         large all new tokens but the last are read here."""
-        new = [
-            len(prefix) - 1 - self.held(row, prefix)
-            for prefix, row in zip(prefixes, rows)
-        ]
+        new = []
+        for prefix, row in zip(prefixes, rows):
+            new.append(len(prefix) - 1 - self.held(row, prefix))
         masks = [n * len(prefix) for n, prefix in zip(new, prefixes)]
         long = [b for b, mask in enumerate(masks) if mask > LARGEST_BEFORE_TREES]
         counts = [0] * len(prefixes)
@@ -483,10 +482,9 @@ def _have_features_of(
     """Return True if each row of a session has the same features as in a session that holds the row
     alone."""
     given = [together.features(b, row, 0) for b, row in enumerate(rows)]
-    alone = [
-        own.features(0, row, 0)[: len(ids)]
-        for own, row, ids in zip(sessions, rows, given)
-    ]
+    alone = []
+    for own, row, ids in zip(sessions, rows, given):
+        alone.append(own.features(0, row, 0)[: len(ids)])
     return _are_alike(together.lm, torch.cat(given), torch.cat(alone))
 
 
@@ -685,10 +683,10 @@ def reads_trees_as_paths(lm: LM, cache: RowCache, given: States = LAST) -> bool:
 
 def _random_tokens(lm: LM, lengths: Sequence[int]) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randint(lm.vocab_size, (n,), generator=generator).tolist()
-        for n in lengths
-    ]
+    found = list[list[int]]()
+    for n in lengths:
+        found.append(torch.randint(lm.vocab_size, (n,), generator=generator).tolist())
+    return found
 
 
 def _are_alike(lm: LM, found: Tensor, wanted: Tensor) -> bool:

@@ -95,11 +95,10 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def _shared(target: LM, draft: LM) -> Tensor:
     """Return [V of the target]: the draft's id of each shared token, else -1. Tokens are the same
     if they stand for the same bytes; EOS tokens are the same whatever they are called."""
-    theirs = {
-        text: token
-        for token, text in reversed(_bytes_of(draft.tokenizer).items())
-        if token < draft.vocab_size
-    }
+    theirs = {}
+    for token, text in reversed(_bytes_of(draft.tokenizer).items()):
+        if token < draft.vocab_size:
+            theirs[text] = token
     shared = torch.full((target.vocab_size,), -1)
     for token, text in _bytes_of(target.tokenizer).items():
         if token < target.vocab_size and text in theirs:

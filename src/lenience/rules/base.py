@@ -93,9 +93,10 @@ class Term:
     def with_thresholds(self, thresholds: Sequence[float]) -> list[Self]:
         """Return the term at each of several thresholds, strictest first."""
         again: Any = replace
-        return [
-            again(self, threshold=threshold) for threshold in sorted(set(thresholds))
-        ]
+        found = list[Self]()
+        for threshold in sorted(set(thresholds)):
+            found.append(again(self, threshold=threshold))
+        return found
 
     def relocated(self, path: Callable[[str], str]) -> Self:
         """Return the term with its head's path changed by `path`."""

@@ -153,10 +153,9 @@ class AnyOf:
             )
             after = _next_tokens(strict, accepted, draft, reading, ctx)
             return _verdicts(draft, exact, accepted, after, None)
-        opinions = {
-            term: self._opinion(term, draft, reading, ctx, exact)
-            for term in self._lenient
-        }
+        opinions = {}
+        for term in self._lenient:
+            opinions[term] = self._opinion(term, draft, reading, ctx, exact)
         joined = bool(self._named_strict) or any(
             term.implies_strict for term in self._lenient
         )
@@ -231,12 +230,13 @@ class AnyOf:
         """Return the accepted tokens [B, W] bool if budgets of up to `spent` are used up."""
         accepted = least
         for part in self.parts:
-            masks = [
-                exact
-                if term.budget is not None and term.budget <= spent
-                else opinions[term].accepted
-                for term in part.lenient
-            ]
+            masks = []
+            for term in part.lenient:
+                masks.append(
+                    exact
+                    if term.budget is not None and term.budget <= spent
+                    else opinions[term].accepted
+                )
             if len(masks) == 1:
                 accepted = accepted | masks[0]
             elif masks:

@@ -123,10 +123,10 @@ class Judge(HeadReference, Lenient):
 
     def with_thresholds(self, thresholds: Sequence[float]) -> list[Self]:
         ordered = sorted(set(thresholds), reverse=True)
-        return [
-            replace(self, threshold=threshold, recall=None, logit=None)
-            for threshold in ordered
-        ]
+        found = list[Self]()
+        for threshold in ordered:
+            found.append(replace(self, threshold=threshold, recall=None, logit=None))
+        return found
 
     def ask(
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor

@@ -53,9 +53,10 @@ def _at_recalls(rule: str) -> list[str]:
     if len(terms) > 1 or not terms[0].open_threshold:
         return [rule]
     (judge,) = terms
-    rows = [
-        row for head in judge.heads for row in head.head.metrics.get("thresholds", [])
-    ]
+    rows = []
+    for head in judge.heads:
+        for row in head.head.metrics.get("thresholds", []):
+            rows.append(row)
     listed = {row["recall"]: row["threshold"] for row in rows}
     chosen = [listed[recall] for recall in JUDGED if recall in listed]
     return [str(judge.with_thresholds([threshold])[0]) for threshold in chosen] or [

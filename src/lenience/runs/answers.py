@@ -173,10 +173,9 @@ class Answers:
         trace: list[tuple[str, str, float | None]] | None = None
         if traced and out.trace:
             texts = pieces(self.pair.target, out.tokens)
-            trace = [
-                (text, entry.origin, entry.score)
-                for text, entry in zip(texts, out.trace)
-            ]
+            trace = []
+            for text, entry in zip(texts, out.trace):
+                trace.append((text, entry.origin, entry.score))
         elif traced:  # a server's answer has no tokens here
             trace = [(out.text, "correction", None)]
         answer = Answer(

@@ -81,9 +81,10 @@ class Ledger:
         """Open the ledger of a pair. `folder` is the run folder, if any; `home` replaces the user's
         data folder."""
         self.pair = digest(dict(fingerprints), sort_keys=True)
-        target = {
-            part: value for part, value in fingerprints.items() if part != "draft"
-        }
+        target = {}
+        for part, value in fingerprints.items():
+            if part != "draft":
+                target[part] = value
         # a prompt that was used with another draft counts as used
         self.place = (home or data_folder()) / "ledger" / digest(target, sort_keys=True)
         self.folder = folder or self.place
@@ -134,10 +135,9 @@ class Ledger:
         """Record rows as used. Must be called before they are used."""
         prompts = [(sample.id, sample.prompt) for sample in samples]
         with self.held():
-            noted = [
-                use_of(lm, *prompt, use=use, key=key, task=task.known_as)
-                for prompt in prompts
-            ]
+            noted = []
+            for prompt in prompts:
+                noted.append(use_of(lm, *prompt, use=use, key=key, task=task.known_as))
             for uses in self._uses.values():
                 uses.add(entry for entry in noted if entry.row not in uses.rows)
 
@@ -170,11 +170,11 @@ class Ledger:
         sources = {digest(sample.prompt) for sample in take(task, split, None)}
         on_these = {use.key for use in uses_in(self.place) if use.source in sources}
         ours = (outcome for outcome in known if outcome.pair == self.pair)
-        return [
-            outcome
-            for outcome in ours
-            if outcome.task == task.label or outcome.key in on_these
-        ]
+        found = list[Attempt]()
+        for outcome in ours:
+            if outcome.task == task.label or outcome.key in on_these:
+                found.append(outcome)
+        return found
 
     def outcomes(self) -> list[Outcome]:
         """Return the latest outcome of each question and setting; a withdrawal is final."""

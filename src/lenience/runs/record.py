@@ -154,10 +154,13 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    models = {
-        role: {"name": lm.name, "fingerprint": lm.fingerprint, "dtype": lm.dtype}
-        for role, lm in pair.models.items()
-    }
+    models = {}
+    for role, lm in pair.models.items():
+        models[role] = {
+            "name": lm.name,
+            "fingerprint": lm.fingerprint,
+            "dtype": lm.dtype,
+        }
     return {
         "engine": None if pair.engine_name == OWN else pair.engine_name,
         "versions": versions,

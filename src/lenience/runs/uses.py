@@ -257,11 +257,10 @@ class _Rows:
     def spend_groups(self, lm: LM) -> None:
         """Mark a group as used if one of its prompts was used under another task or id."""
         if self._elsewhere:
-            grouped = [
-                sample
-                for sample in self._samples.values()
-                if group_of(sample) is not None
-            ]
+            grouped = []
+            for sample in self._samples.values():
+                if group_of(sample) is not None:
+                    grouped.append(sample)
             for sample in grouped:
                 if self._elsewhere[prompt_digest(encoded(lm, self._task, sample))]:
                     self._groups.add(group_of(sample))

@@ -71,10 +71,14 @@ class Reply:
         if not self.chat:
             return []
         delta = {"role": "assistant", "content": ""}
-        return [
-            self._chunk({"index": choice.index, "delta": delta, "finish_reason": None})
-            for choice in self.choices
-        ]
+        found = list[dict[str, Any]]()
+        for choice in self.choices:
+            found.append(
+                self._chunk(
+                    {"index": choice.index, "delta": delta, "finish_reason": None}
+                )
+            )
+        return found
 
     def chunk(self, choice: Choice, step: Step, usage: bool) -> dict[str, Any]:
         """Return the chunk of a step, which `choice` has added already."""

@@ -118,9 +118,10 @@ def _is_allowed(service: Service, dial: str) -> bool:
 
 def told_apart(numbers: Sequence[float]) -> list[str]:
     """Return numbers with as few digits as tell them apart, and from 1."""
-    return [
-        _shortest(number, [n for n in numbers if n != number]) for number in numbers
-    ]
+    found = list[str]()
+    for number in numbers:
+        found.append(_shortest(number, [n for n in numbers if n != number]))
+    return found
 
 
 def _shortest(number: float, others: Sequence[float]) -> str:

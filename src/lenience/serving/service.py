@@ -270,11 +270,11 @@ class Service:
     def _own_processors(self, found: Context, penalties: Penalties) -> list[Any]:
         """Return the model's own logits processors, without those that a request replaces."""
         replaced = penalties.repetition is not None
-        return [
-            each
-            for each in found.processors or []
-            if not (replaced and isinstance(each, RepetitionPenaltyLogitsProcessor))
-        ]
+        made = list[Any]()
+        for each in found.processors or []:
+            if not (replaced and isinstance(each, RepetitionPenaltyLogitsProcessor)):
+                made.append(each)
+        return made
 
     def _batch_that_fits(self) -> tuple[int, Batch]:
         """Return the maximum number of tokens per request and a batch with caches for it. Without a

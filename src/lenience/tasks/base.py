@@ -165,12 +165,14 @@ def ungradable(task: Task, samples: Iterable[Sample]) -> list[Sample]:
     equal itself: "N/A" if numbers are compared."""
     if not task.compares:
         return []
-    return [
-        sample
-        for sample in samples
-        if sample.reference is not None
-        and task.same(sample.reference, sample.reference, sample) is not True
-    ]
+    found = list[Sample]()
+    for sample in samples:
+        if (
+            sample.reference is not None
+            and task.same(sample.reference, sample.reference, sample) is not True
+        ):
+            found.append(sample)
+    return found
 
 
 def number_after(text: str, marker: str, closed_by: str = "") -> str | None:

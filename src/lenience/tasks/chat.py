@@ -65,9 +65,10 @@ class MtBench(Published):
 
     def samples(self, split: str) -> Iterator[Sample]:
         questions = list(super().samples(split))
-        several = [
-            question for question in questions if len(question.metadata["turns"]) > 1
-        ]
+        several = []
+        for question in questions:
+            if len(question.metadata["turns"]) > 1:
+                several.append(question)
         answers = dict[str, str]()
         if several and self.turns == "both":
             if self._own_answers is None:
@@ -75,9 +76,9 @@ class MtBench(Published):
                     "task mtbench: its second turns hold the target's own answers to the first; "
                     "mine, compare and certify see to that, else write mtbench:turns=first"
                 )
-            first: list[Messages] = [
-                chat(("user", question.metadata["turns"][0])) for question in several
-            ]
+            first = list[Messages]()
+            for question in several:
+                first.append(chat(("user", question.metadata["turns"][0])))
             answers = dict(
                 zip((question.id for question in several), self._own_answers(first))
             )

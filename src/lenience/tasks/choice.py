@@ -174,10 +174,9 @@ def question_of(row: Row, where: str = "") -> Question:
         return _labelled(str(asked["stem"]), listed, row.get("answerKey"))
     choices = row["choices"]
     if isinstance(choices, Mapping):  # the Hub's rows of the same
-        listed = [
-            {"label": label, "text": text}
-            for label, text in zip(choices["label"], choices["text"], strict=True)
-        ]
+        listed = []
+        for label, text in zip(choices["label"], choices["text"], strict=True):
+            listed.append({"label": label, "text": text})
         return _labelled(str(asked), listed, row.get("answerKey"))
     texts = tuple(map(str, choices))
     answer = row["answer"]

@@ -102,10 +102,10 @@ class CodeTask(Published):
     def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
         with ThreadPoolExecutor(workers()) as pool:
             verdicts = list(pool.map(lambda pair: self._of_response(*pair), pairs))
-        return [
-            Score(verdict.passed, float(not verdict.passed), str(verdict))
-            for verdict in verdicts
-        ]
+        found = list[Score]()
+        for verdict in verdicts:
+            found.append(Score(verdict.passed, float(not verdict.passed), str(verdict)))
+        return found
 
     def _of_response(self, text: str, sample: Sample) -> TestVerdict:
         program = self.answer(text, sample)
@@ -234,9 +234,9 @@ class LiveCodeBench(CodeTask):
         if not self.release:
             return
         newest = int(self.release[1:])
-        wanted = {
-            f"test{number if number > 1 else ''}" for number in range(1, newest + 1)
-        }
+        wanted = set()
+        for number in range(1, newest + 1):
+            wanted.add(f"test{number if number > 1 else ''}")
         found = {path.name.split(".")[0]: path for path in files.get("test", ())}
         lacking = sorted(wanted - found.keys())
         if lacking:
@@ -375,12 +375,15 @@ def blocks(text: str) -> list[CodeBlock]:
         text,
         re.DOTALL | re.MULTILINE,
     )
-    found = [
-        CodeBlock(
-            (block[1].split() or [""])[0].strip("{}.").lower(), block[2], bool(block[3])
+    found = []
+    for block in fenced:
+        found.append(
+            CodeBlock(
+                (block[1].split() or [""])[0].strip("{}.").lower(),
+                block[2],
+                bool(block[3]),
+            )
         )
-        for block in fenced
-    ]
     return [block for block in found if block.code.strip()]
 
 
@@ -419,10 +422,10 @@ def cases_in(text: str) -> list[dict[str, str]]:
             packed = zlib.decompressobj().decompress(base64.b64decode(text), MOST_TESTS)
             text = _PlainUnpickler(io.BytesIO(packed)).load()
         tests = json.loads(text)
-        return [
-            {name: test[name] for name in ("input", "output", "testtype")}
-            for test in tests
-        ]
+        found = list[dict[str, str]]()
+        for test in tests:
+            found.append({name: test[name] for name in ("input", "output", "testtype")})
+        return found
     except (
         ValueError,
         KeyError,

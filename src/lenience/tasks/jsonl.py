@@ -106,10 +106,9 @@ def _rows(paths: Sequence[Path], fields: Fields) -> Iterator[Row]:
     name. Raises InputError for a broken row, a duplicate id or a missing split."""
     several = len(paths) > 1
     ids = set[str]()
-    splits = [
-        re.search(r"(?<![a-z])(train|test)(?![a-z])", path.name.lower())
-        for path in paths
-    ]
+    splits = []
+    for path in paths:
+        splits.append(re.search(r"(?<![a-z])(train|test)(?![a-z])", path.name.lower()))
     stems = [path.name.split(".")[0] for path in paths]
     for n, (path, split) in enumerate(zip(paths, splits)):
         prefix = ""

@@ -81,9 +81,9 @@ class Gsm8k(Published):
 
     def _prompt(self, question: str) -> str | Messages:
         asked = f"Question: {question}\nAnswer:"
-        shown = [
-            (f"Question: {before}\nAnswer:", answer) for before, answer in self._shown
-        ]
+        shown = []
+        for before, answer in self._shown:
+            shown.append((f"Question: {before}\nAnswer:", answer))
         if self.turns:
             turns = [turn for a, b in shown for turn in (("user", a), ("assistant", b))]
             return chat(*turns, ("user", asked))

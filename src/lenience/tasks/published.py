@@ -71,9 +71,10 @@ class Published(Task):
         paths = [path.resolve().parent for some in files.values() for path in some]
         top = Path(os.path.commonpath(paths))
         for role, paths in files.items():
-            samples = [
-                sample for path in paths for sample in self._samples_of(path, role, top)
-            ]
+            samples = []
+            for path in paths:
+                for sample in self._samples_of(path, role, top):
+                    samples.append(sample)
             self._given[role] = _distinct(samples, self.title)
         if not any(self._given.values()):
             why = f" with these options ({self.choices})" if self.choices else ""
@@ -253,21 +254,22 @@ def published_files(data: str, suffixes: tuple[str, ...]) -> dict[str, list[Path
 def _in_folder(folder: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
     """Return the files in a folder, with their roles. Raises InputError if it holds several
     benchmarks."""
-    paths = [
-        file
-        for file in sorted(folder.rglob("*"))
-        if file.name.lower().endswith(suffixes)
-    ]
+    paths = []
+    for file in sorted(folder.rglob("*")):
+        if file.name.lower().endswith(suffixes):
+            paths.append(file)
     paths = [
         path for path in paths if path.is_file() and path.name != "dataset_infos.json"
     ]
     paths = _each_once(paths, suffixes)
-    inside = {
-        path.relative_to(folder).parts[0] for path in paths if path.parent != folder
-    }
-    apart = {
-        inner for inner in inside if inner.lower() != "data" and not _role_in(inner)
-    }
+    inside = set()
+    for path in paths:
+        if path.parent != folder:
+            inside.add(path.relative_to(folder).parts[0])
+    apart = set()
+    for inner in inside:
+        if inner.lower() != "data" and not _role_in(inner):
+            apart.add(inner)
     parts = ((path, path.relative_to(folder).parts[0]) for path in paths)
     whole = {part for file, part in parts if part in apart and _role_in(file.name)}
     several = sorted(apart if apart == inside else whole)

@@ -36,9 +36,10 @@ class Fields:
     def spec(self) -> str:
         """Return the fields that differ from the defaults, as text for runs and certificates."""
         fields = {"prompt": self.prompt, "reference": self.reference}
-        parts = [
-            f"{name}_field={field}" for name, field in fields.items() if field != name
-        ]
+        parts = []
+        for name, field in fields.items():
+            if field != name:
+                parts.append(f"{name}_field={field}")
         if self.template is not None:
             parts.append(
                 f"prompt_template={json.dumps(self.template, ensure_ascii=False)}"

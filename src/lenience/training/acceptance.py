@@ -106,9 +106,10 @@ class _Counts:
     def add(self, verdict: Verdict) -> None:
         node = -1
         for depth in range(DEPTH):
-            siblings = [
-                i for i, parent in enumerate(verdict.parents or ()) if parent == node
-            ]
+            siblings = []
+            for i, parent in enumerate(verdict.parents or ()):
+                if parent == node:
+                    siblings.append(i)
             if not siblings:
                 return
             self.places[depth] += 1

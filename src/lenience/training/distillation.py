@@ -107,10 +107,9 @@ def choose_layers(
         progress("choosing layers", done, len(layouts))
         draft = cut_draft(target, layout)
         with torch.no_grad():
-            parts = [
-                _kl(*_read_along(target, draft, [answer]))
-                for answer in answers[:CHOICE_ANSWERS]
-            ]
+            parts = []
+            for answer in answers[:CHOICE_ANSWERS]:
+                parts.append(_kl(*_read_along(target, draft, [answer])))
         divergence[layout] = float(torch.cat(parts).mean())
     progress("choosing layers", len(layouts), len(layouts))
     return min(divergence, key=lambda layout: divergence[layout])

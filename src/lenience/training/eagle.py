@@ -86,10 +86,9 @@ class EagleFit:
 
     def result(self) -> tuple[EagleWeights, dict[str, object]]:
         """Return the trained model and its metrics."""
-        half = {
-            name: part.cpu() if name in VOCABULARY_TENSORS else part.half().cpu()
-            for name, part in self.fitted.tensors.items()
-        }
+        half = {}
+        for name, part in self.fitted.tensors.items():
+            half[name] = part.cpu() if name in VOCABULARY_TENSORS else part.half().cpu()
         with torch.no_grad():
             for name, part in self.weights.items():
                 part.copy_(half[name])
@@ -196,10 +195,9 @@ def first_weights(target: LM, seed: int, tokens: Tensor | None = None) -> EagleW
         "layers.0.mlp.up_proj": (inner, size),
         "layers.0.mlp.down_proj": (size, inner),
     }
-    weights = {
-        f"{name}.weight": torch.randn(*shape, generator=generator) * INITIAL
-        for name, shape in shapes.items()
-    }
+    weights = {}
+    for name, shape in shapes.items():
+        weights[f"{name}.weight"] = torch.randn(*shape, generator=generator) * INITIAL
     norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
     for name in ("norm", *(f"layers.0.{norm}" for norm in norms)):
         weights[f"{name}.weight"] = torch.ones(size)

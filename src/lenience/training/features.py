@@ -65,14 +65,15 @@ def compute_features(
         path = shards / f"{begin // SHARD:05d}.safetensors"
         made_of = digest(part)
         if _digest_of(path) != made_of:
-            samples = [
-                MinedSample.read(record, f"{folder / 'journal.jsonl'}, line {line}")
-                for line, record in enumerate(part, begin + 1)
-            ]
+            samples = []
+            for line, record in enumerate(part, begin + 1):
+                samples.append(
+                    MinedSample.read(record, f"{folder / 'journal.jsonl'}, line {line}")
+                )
             labelled = _labelled(pair, folder, samples, inputs, role=role, of=of)
-            numbers = [
-                torch.full((len(x),), begin + i) for i, (x, _) in enumerate(labelled)
-            ]
+            numbers = []
+            for i, (x, _) in enumerate(labelled):
+                numbers.append(torch.full((len(x),), begin + i))
             tensors = {
                 "x": torch.cat([x for x, _ in labelled]),
                 LABELS[role]: torch.cat([y for _, y in labelled]),
@@ -111,10 +112,10 @@ def mined_samples(folder: Path) -> list[MinedSample]:
     """Return the samples of a run's journal. Raises InputError as `journal_records` does, and for a
     sample that cannot be read."""
     journal = folder / "journal.jsonl"
-    return [
-        MinedSample.read(record, f"{journal}, line {line}")
-        for line, record in enumerate(journal_records(folder), 1)
-    ]
+    found = list[MinedSample]()
+    for line, record in enumerate(journal_records(folder), 1):
+        found.append(MinedSample.read(record, f"{journal}, line {line}"))
+    return found
 
 
 def journal_records(folder: Path) -> list[dict[str, Any]]:
@@ -230,15 +231,18 @@ def _judge_inputs(
     if inputs.ahead is None:
         return labelled
     ahead = values_drafted_on(pair, samples, list(map(_known, samples)), inputs)
-    return [
-        (torch.cat([x.float(), more], -1), y) for (x, y), more in zip(labelled, ahead)
-    ]
+    found = list[Labelled]()
+    for (x, y), more in zip(labelled, ahead):
+        found.append((torch.cat([x.float(), more], -1), y))
+    return found
 
 
 def _known(sample: MinedSample) -> list[Mismatch]:
-    return [
-        mismatch for mismatch in sample.mismatches if mismatch.important is not None
-    ]
+    found = list[Mismatch]()
+    for mismatch in sample.mismatches:
+        if mismatch.important is not None:
+            found.append(mismatch)
+    return found
 
 
 def _mismatch_states(pair: Pair, sample: MinedSample, inputs: Inputs) -> Labelled:
@@ -255,9 +259,10 @@ def _mismatch_states(pair: Pair, sample: MinedSample, inputs: Inputs) -> Labelle
         width = replace(inputs, ahead=None).width(sizes)
         nothing = torch.empty(0, width, dtype=pair.target.model.dtype)
         return nothing, torch.empty(0, dtype=torch.uint8)
-    order = [
-        by_token[token, model] for token in inputs.tokens for model in inputs.models
-    ]
+    order = []
+    for token in inputs.tokens:
+        for model in inputs.models:
+            order.append(by_token[token, model])
     important = torch.tensor(
         [mismatch.important for mismatch in labelled], dtype=torch.uint8
     )

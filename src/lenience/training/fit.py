@@ -70,12 +70,11 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
     if plan.also or plan.soft:
         told = {"runs": len(runs), "soft": plan.soft}
         head = replace(head, metrics={**head.metrics, **told})
-    prompts = [
-        prompt
-        for each in runs
-        for prompt in prompt_digests(each)
-        if prompt not in plan.without
-    ]
+    prompts = []
+    for each in runs:
+        for prompt in prompt_digests(each):
+            if prompt not in plan.without:
+                prompts.append(prompt)
     head = replace(head, prompts=tuple(dict.fromkeys(prompts)))
     if role == "judge":  # stops and gates learn from newly decoded answers
         mined = read_run(run)
@@ -267,9 +266,10 @@ def fit_annotated(
     2025)."""
     examples = annotated_examples(pair.target, rows, plan.inputs, progress)
     progress("training the judge", 0, 1)
-    fingerprints = {
-        part: value for part, value in pair.fingerprints.items() if part != "draft"
-    }
+    fingerprints = {}
+    for part, value in pair.fingerprints.items():
+        if part != "draft":
+            fingerprints[part] = value
     config = replace(plan.config, mend="annotate more answers")
     head = fit_head(examples, plan.inputs, fingerprints, config)
     prompts = [(row.line, row.question) for row in rows]

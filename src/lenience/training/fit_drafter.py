@@ -88,9 +88,9 @@ def fit_drafter(
     samples. An interrupted training resumes after its last epoch. Raises InputError if the run has
     other models or too few samples."""
     check_models(pair, run)
-    answers = [
-        (sample.prompt_ids, sample.response_ids) for sample in mined_samples(run)
-    ]
+    answers = []
+    for sample in mined_samples(run):
+        answers.append((sample.prompt_ids, sample.response_ids))
     return fit_to_answers(pair, answers, plan, progress)
 
 
@@ -249,23 +249,25 @@ def first_heads(
     size = matrix.shape[1]
     generator = torch.Generator().manual_seed(plan.seed)
     if plan.kind == "medusa":
-        blocks = [
-            [{"weight": torch.zeros(size, size), "bias": torch.zeros(size)}]
-            for _ in range(plan.heads)
-        ]
+        blocks = []
+        for _ in range(plan.heads):
+            blocks.append(
+                [{"weight": torch.zeros(size, size), "bias": torch.zeros(size)}]
+            )
         matrices = [matrix.clone() for _ in range(plan.heads)]
         return DraftHeads("medusa", blocks, matrices, {}, {}, tokens=tokens)
-    blocks = [
-        [
-            {
-                "into": torch.randn(size, size, generator=generator) * size**-0.5,
-                "into_bias": torch.zeros(size),
-                "out": torch.zeros(size, size),
-                "out_bias": torch.zeros(size),
-            }
-        ]
-        for _ in range(plan.heads)
-    ]
+    blocks = []
+    for _ in range(plan.heads):
+        blocks.append(
+            [
+                {
+                    "into": torch.randn(size, size, generator=generator) * size**-0.5,
+                    "into_bias": torch.zeros(size),
+                    "out": torch.zeros(size, size),
+                    "out_bias": torch.zeros(size),
+                }
+            ]
+        )
     return DraftHeads("blockwise", blocks, None, {}, {})
 
 

@@ -155,11 +155,10 @@ class _Training:
 def _samples(task: Task, run: Path) -> list[Sample]:
     """Return the samples of a run that have a reference. Raises InputError if none has one."""
     mined = {sample.id for sample in mined_samples(Journal(run / "journal.jsonl"))}
-    found = [
-        sample
-        for sample in take(task, "train", None)
-        if sample.id in mined and sample.reference is not None
-    ]
+    found = []
+    for sample in take(task, "train", None):
+        if sample.id in mined and sample.reference is not None:
+            found.append(sample)
     if not found:
         raise InputError(
             f"{run}: none of its samples has a reference, and a mixture learns from which answers "

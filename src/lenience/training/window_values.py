@@ -113,9 +113,9 @@ def _prefixes(
     """Yield the texts before the samples' first mismatches, then before their second mismatches,
     and so on. A sample without further mismatches repeats its last."""
     for k in range(max(map(len, labelled))):
-        places = [
-            of_sample[min(k, len(of_sample) - 1)].position for of_sample in labelled
-        ]
+        places = []
+        for of_sample in labelled:
+            places.append(of_sample[min(k, len(of_sample) - 1)].position)
         yield [
             sample.prompt_ids + sample.final_ids[:at]
             for sample, at in zip(samples, places)

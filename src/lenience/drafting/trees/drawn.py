@@ -44,12 +44,12 @@ def verify_drawn(
     walk = _upwards if upwards else _downwards
     walked = [walk(tree, row) for tree, row in zip(trees, kept.tolist())]
     tokens = _next_tokens(shares.rest, trees, walked, ctx)
-    return [
-        _verdict(drafted[: len(tree)], tree, path, token)
-        for drafted, tree, path, token in zip(
-            draft.tokens.tolist(), trees, walked, tokens.tolist()
-        )
-    ]
+    found = list[Verdict]()
+    for drafted, tree, path, token in zip(
+        draft.tokens.tolist(), trees, walked, tokens.tolist()
+    ):
+        found.append(_verdict(drafted[: len(tree)], tree, path, token))
+    return found
 
 
 def _next_tokens(

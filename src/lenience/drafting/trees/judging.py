@@ -30,11 +30,10 @@ def judge_trees(
     paths, the one with the most tokens that the strict rule accepts is kept, then the first."""
     assert draft.parents is not None
     lengths = draft.lengths.tolist()
-    flat = [
-        _Path(b, nodes)
-        for b, (parents, n) in enumerate(zip(draft.parents, lengths))
-        for nodes in paths(parents[:n])
-    ]
+    flat = []
+    for b, (parents, n) in enumerate(zip(draft.parents, lengths)):
+        for nodes in paths(parents[:n]):
+            flat.append(_Path(b, nodes))
     on_rows = ctx
     ctx = replace(ctx, rows=[ctx.rows[path.row] for path in flat], on_trees=True)
     windows = _windows(draft, flat)
@@ -50,10 +49,10 @@ def judge_trees(
     trees = [_Tree.of(row[:n]) for row, n in zip(draft.tokens.tolist(), lengths)]
     for path, verdict in zip(flat, verdicts):
         trees[path.row].add(path.nodes, verdict)
-    return [
-        tree.verdict(list(parents[:n]))
-        for tree, parents, n in zip(trees, draft.parents, lengths)
-    ]
+    found = list[Verdict]()
+    for tree, parents, n in zip(trees, draft.parents, lengths):
+        found.append(tree.verdict(list(parents[:n])))
+    return found
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,10 @@ class Ranked(Tree):
             trees.add(picked.tolist(), ends.doubted(logits, picked.clamp(min=0), ctx))
             if not trees.go_on:
                 break
-        return [
-            tree.cut(limit, ends.eos) for tree, limit in zip(trees.grown, ends.limits)
-        ]
+        found = list[GrowingTree]()
+        for tree, limit in zip(trees.grown, ends.limits):
+            found.append(tree.cut(limit, ends.eos))
+        return found
 
 
 @dataclass(frozen=True)
@@ -312,9 +313,9 @@ class Auto(Tree):
 
     def choices(self) -> list[Tree]:
         path = self.path
-        trees = [
-            Dynamic(n) if path is None else Planned(n, path).shape() for n in SIZES
-        ]
+        trees = []
+        for n in SIZES:
+            trees.append(Dynamic(n) if path is None else Planned(n, path).shape())
         return [Chain(), *trees]
 
 

@@ -103,14 +103,14 @@ class Windows:
         width = max(self.lengths[b] for b in which)
         starts = self.starts
         ends = [max(self.lengths[b] - 1, 0) for b in which]
-        tokens = [
-            [starts[b] + min(i, e) for i in range(width + 1)]
-            for b, e in zip(which, ends)
-        ]
-        states = [
-            [starts[b] + b + min(i, self.lengths[b]) for i in range(width + 1)]
-            for b in which
-        ]
+        tokens = []
+        for b, e in zip(which, ends):
+            tokens.append([starts[b] + min(i, e) for i in range(width + 1)])
+        states = []
+        for b in which:
+            states.append(
+                [starts[b] + b + min(i, self.lengths[b]) for i in range(width + 1)]
+            )
         device = self.logits.device
         return torch.tensor(tokens, device=device), torch.tensor(states, device=device)
 

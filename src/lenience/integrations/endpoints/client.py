@@ -162,9 +162,9 @@ class Client:
                     reply = await self._answer(client, call, flows[call.endpoint], stop)
                     done.put((number, reply))
 
-            workers = [
-                work() for _ in range(min(self.in_flight * len(flows), len(left)))
-            ]
+            workers = []
+            for _ in range(min(self.in_flight * len(flows), len(left))):
+                workers.append(work())
             async with asyncio.TaskGroup() as group:
                 for coroutine in workers:
                     group.create_task(coroutine)

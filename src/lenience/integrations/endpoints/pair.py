@@ -155,12 +155,11 @@ class ServedPair:
         return self._identities[endpoint]
 
     def _reported(self, endpoint: Endpoint) -> dict[str, Any]:
-        found = {
-            path: _stable(
+        found = {}
+        for path in REPORTS:
+            found[path] = _stable(
                 self.client.ask(endpoint, f"{endpoint.root}/{path}"), endpoint.key
             )
-            for path in REPORTS
-        }
         if isinstance(found["v1/models"], dict):
             found["v1/models"] = _own_entry(found["v1/models"], endpoint.model)
         return {path: content for path, content in found.items() if content}
@@ -270,10 +269,9 @@ class ServedPair:
         decoder = (decoder or Decoder()).with_options(options)
         self.check(decoder)
         endpoint = self.endpoint_of(decoder)
-        calls = [
-            self.call(endpoint, prompt, decoder, number)
-            for number, prompt in enumerate(prompts)
-        ]
+        calls = []
+        for number, prompt in enumerate(prompts):
+            calls.append(self.call(endpoint, prompt, decoder, number))
         store = self.client.store
         kept = {call.kept_as for call in calls if store.get(call.kept_as)}
         arrived: list[tuple[int, Reply]] = []
@@ -384,10 +382,9 @@ class ServedPair:
         """Return two texts of an endpoint for each prompt, from separate requests. Servers that
         batch may answer the same greedy request in different ways; the second requests are sent in
         reverse, so that other requests share their batches."""
-        calls = [
-            self.call(endpoint, prompt, decoder, number)
-            for number, prompt in enumerate(prompts)
-        ]
+        calls = []
+        for number, prompt in enumerate(prompts):
+            calls.append(self.call(endpoint, prompt, decoder, number))
         again = [
             self.call(endpoint, prompt, decoder, number, repeat=1)
             for number, prompt in enumerate(prompts)
@@ -440,11 +437,11 @@ def _stable(content: Any, key: str | None) -> Any:
     """Return a description without volatile fields and without secrets: fields with a secret's name
     are removed, and the API key is masked in texts."""
     if isinstance(content, dict):
-        return {
-            name: _stable(value, key)
-            for name, value in content.items()
-            if name not in VOLATILE and not SECRET.search(name)
-        }
+        found = {}
+        for name, value in content.items():
+            if name not in VOLATILE and not SECRET.search(name):
+                found[name] = _stable(value, key)
+        return found
     if isinstance(content, list):
         return [_stable(value, key) for value in content]
     if isinstance(content, str) and key:

@@ -86,18 +86,21 @@ def _round(
 
 
 def _speed(pair: ServedPair, endpoint: Endpoint, rounds: list[_Round]) -> EndpointSpeed:
-    speeds = [
-        sum(reply.completion_tokens for reply in taken.replies) / taken.seconds
-        for taken in rounds
-    ]
+    speeds = []
+    for taken in rounds:
+        speeds.append(
+            sum(reply.completion_tokens for reply in taken.replies) / taken.seconds
+        )
     replies = [reply for taken in rounds for reply in taken.replies]
     timed = [reply for reply in replies if reply.first_token is not None]
     firsts = [reply.first_token or 0.0 for reply in timed]
-    between = [
-        (reply.seconds - (reply.first_token or 0.0)) / (reply.completion_tokens - 1)
-        for reply in timed
-        if reply.completion_tokens > 1
-    ]
+    between = []
+    for reply in timed:
+        if reply.completion_tokens > 1:
+            between.append(
+                (reply.seconds - (reply.first_token or 0.0))
+                / (reply.completion_tokens - 1)
+            )
     return EndpointSpeed(
         endpoint.name,
         pair.options.in_flight,

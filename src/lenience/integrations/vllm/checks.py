@@ -298,11 +298,10 @@ def check_certified(certificate: Certificate, params: Any) -> None:
     binds = certificate.binds
     plain = type(params)()
     config = binds["generation_config"]
-    asked = {
-        name: (getattr(params, name), getattr(plain, name))
-        for name in PLAIN
-        if hasattr(params, name)
-    }
+    asked = {}
+    for name in PLAIN:
+        if hasattr(params, name):
+            asked[name] = (getattr(params, name), getattr(plain, name))
     ends = config.get("eos_token_id")
     known = set(ends if isinstance(ends, list) else [ends])
     asked["stop_token_ids"] = sorted(set(params.stop_token_ids or ()) - known), []

@@ -12,9 +12,9 @@ from lenience.serving.dial import KEY
 
 def put(output: Any, deciding: WindowDecider) -> None:
     """Send the counts of requests, and any decisions of this step, along with a runner's output."""
-    told: dict[str, dict[str, Any]] = {
-        id: asdict(count) for id, count in deciding.counts.items()
-    }
+    told = dict[str, dict[str, Any]]()
+    for id, count in deciding.counts.items():
+        told[id] = asdict(count)
     for id, step in deciding.take_steps().items():
         told.setdefault(id, asdict(Counts()))["step"] = step
     if told:

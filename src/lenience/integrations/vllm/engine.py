@@ -27,9 +27,9 @@ from lenience.decoding.dialogue import (
     FinishedDialogue,
     Predict,
 )
-from lenience.decoding.generation import Generation
+from lenience.decoding.generation import Generation, Reporting
 from lenience.decoding.guesses import Guesses, guess, guesses_of
-from lenience.decoding.pair import Pair, Reporting
+from lenience.decoding.pair import Pair
 from lenience.decoding.soundness import CAUSES
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.model import DraftModel

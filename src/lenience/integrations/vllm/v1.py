@@ -138,9 +138,10 @@ class Sampling:
         if not orders.tokens:
             return
         given["target_logits"] = forced(given["target_logits"], orders, rows)
-        redrawn = [
-            row for row in orders.ends if windows.tokens[row] == orders.tokens[row]
-        ]
+        redrawn = []
+        for row in orders.ends:
+            if windows.tokens[row] == orders.tokens[row]:
+                redrawn.append(row)
         if redrawn:
             again = rows[torch.tensor(redrawn, device=rows.device)]
             others = given["draft_token_ids"].clone()
