@@ -258,7 +258,7 @@ def certifying(paths: Paths) -> list[Step]:
     raced = [*repeated("--drafter", drafters), *repeated("--window", ("4", "8"))]
     rule = ("--rule", f"judge:{of_target}", "--max-drop", DROPS[-1])
     drawn = ("--split", "test", "--prompts", "40", "--limit", "600", "--horizon", "600")
-    tune = lenience("tune", paths.run, *rule, *drawn, *raced, *LENGTH)
+    tune = lenience("tune", paths.run, *LENGTH, *rule, *(drawn + tuple(raced)))
     made.append(Step("tune", 0.6, tune))
     return made
 

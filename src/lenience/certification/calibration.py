@@ -250,8 +250,10 @@ class Calibration:
         labelled = self.labels.of(sample, alone, lenient)
         if labelled is None:
             return False, False
-        one, other = self.task.score([(alone.text, labelled), (lenient.text, labelled)])
-        return one.correct, other.correct
+        own, changed = self.task.score(
+            [(alone.text, labelled), (lenient.text, labelled)]
+        )
+        return own.correct, changed.correct
 
     def _agree(self, sample: Sample, alone: Answer, lenient: Answer) -> bool:
         """Return True if two responses have the same final answer."""

@@ -97,9 +97,13 @@ class Turns:
         timed = dict[str, Timed]()
         for number, (part, served) in enumerate(runs, 1):
             engine = f", engine {number} of {len(runs)}" if len(runs) > 1 else ""
-            for one in self._of_engine(served, part, phase + engine, progress, budget):
-                before = timed.get(one.setting)
-                timed[one.setting] = before.joined(one) if before else one
+            for measured in self._of_engine(
+                served, part, phase + engine, progress, budget
+            ):
+                before = timed.get(measured.setting)
+                timed[measured.setting] = (
+                    before.joined(measured) if before else measured
+                )
         found = dict[Decoder, Timed]()
         for setting in settings:
             if str(setting) in timed:

@@ -116,10 +116,10 @@ class Models:
             return
         if self.engine == "vllm":
             raise InputError("--engine vllm: cannot be combined with --reference")
-        for one in fields(self):
-            kept = one.name in ("engine", "system")
-            if not kept and getattr(self, one.name) != one.default:
-                flag = one.name.replace("_", "-")
+        for option in fields(self):
+            kept = option.name in ("engine", "system")
+            if not kept and getattr(self, option.name) != option.default:
+                flag = option.name.replace("_", "-")
                 raise InputError(f"--{flag}: cannot be combined with --reference")
 
     def loading(self) -> dict[str, Any]:

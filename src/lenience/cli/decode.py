@@ -74,15 +74,15 @@ def generate(
     if many:
         _answer_many(pair, many, options, prompts.batch_size, json=json)
         return
-    one = _one_of_its_problems(pair) if given_prompt is None else given_prompt
-    out, measured = answer(pair, one, options, prompts.profile)
+    content = _one_of_its_problems(pair) if given_prompt is None else given_prompt
+    out, measured = answer(pair, content, options, prompts.profile)
     if prompts.show or not json:
         print_answer(pair, out, prompts.show)
     print_counts(out, picked=decoder.window == "auto" and not decoder.alone)
     if measured:
         print_profile(measured)
     if json:
-        whole = _as_json(out, one)
+        whole = _as_json(out, content)
         if measured:
             whole["profile"] = {"cycles": measured.cycles, "seconds": measured.seconds}
         print_json(whole)

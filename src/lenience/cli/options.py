@@ -303,7 +303,9 @@ class QuestionFlags:
         """Test servers, given by their settings: in one chain or, with `each`, separately."""
         if self.rule or self.threshold:
             raise InputError("--rule, --threshold: cannot be combined with --candidate")
-        self._chains = tuple((one,) for one in settings) if each else (settings,)
+        self._chains = (
+            tuple((setting,) for setting in settings) if each else (settings,)
+        )
 
     def question(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
         """Return the question. Raises InputError for wrong flags, before models are loaded."""

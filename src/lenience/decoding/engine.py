@@ -11,7 +11,7 @@ from lenience.core.profile import Profile
 from lenience.core.protocols import Drafter
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.loop import NoDrafter
-from lenience.drafting.base import DrafterSetup
+from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.models.lm import LM
 from lenience.models.memory import check_memory
 from lenience.models.pass_cache import LAST, States
@@ -56,8 +56,7 @@ def build_engine(
         keeps_last=decoder.keeps_last,
         profile=profile,
     )
-    features = spec.features(reader) if spec else ()
-    states = States(decoder.layers, (None,) if decoder.keeps_last else features)
+    states = _states(decoder, spec, reader)
     others = [*(spec.models(setup) if spec else []), *beside]
     cached = [(reader, states), *((lm, LAST) for lm in others)]
     # a tree may have more tokens than are left in the context
@@ -73,6 +72,14 @@ def build_engine(
         if spec is None:
             return session, NoDrafter(reader.device)
         return session, spec.build(replace(setup, session=session))
+
+
+def _states(decoder: Decoder, spec: DrafterSpec | None, reader: LM) -> States:
+    """Return the layers whose states a pass of the target gives: to the rule at judged tokens, to
+    the drafter at all tokens."""
+    if decoder.keeps_last:
+        return States(decoder.layers, (None,))
+    return States(decoder.layers, spec.features(reader) if spec else ())
 
 
 def _cache_length(lm: LM, capacity: int, beyond: int) -> int:

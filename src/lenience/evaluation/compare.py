@@ -219,7 +219,7 @@ class Comparison:
         both_alone = pair.draft is not None and share_vocabulary(pair.models)
         baselines = BASELINES if both_alone else ("target",)
         self.decoders = config.decoders(self.shared, baselines)
-        self.heads = self._fingerprints([one.decoder for one in self.decoders])
+        self.heads = self._fingerprints([asked.decoder for asked in self.decoders])
         for compared in self.decoders:
             pair.check(compared.decoder)
         lacking = [sample.id for sample in self.samples if sample.reference is None]

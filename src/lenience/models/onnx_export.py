@@ -501,9 +501,9 @@ def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
     new = [f"new_{i}" for i in range(states)]
     last = ["last", "last_state"][: len(said)]
     names = [*last, *new, "step_logits", "step_hidden"]
-    after = []
-    for name, end in zip(names, body.outputs[1:]):
-        after.append(ir.Value(name=name, type=end.type))
+    after = [
+        ir.Value(name=name, type=end.type) for name, end in zip(names, body.outputs[1:])
+    ]
     inputs = [how_often.outputs[0], yes, *begin]
     loop = ir.Node("", "Loop", inputs, [ir.AttrGraph("body", body)], outputs=after)
     graph.extend([how_often, loop])

@@ -85,9 +85,11 @@ class MtBench(Published):
         for question in questions:
             yield self._turn(question, 1, question.prompt)
             if question.id in answers:
-                one, two = question.metadata["turns"][:2]
+                first_turn, second_turn = question.metadata["turns"][:2]
                 said = chat(
-                    ("user", one), ("assistant", answers[question.id]), ("user", two)
+                    ("user", first_turn),
+                    ("assistant", answers[question.id]),
+                    ("user", second_turn),
                 )
                 yield self._turn(question, 2, said)
 

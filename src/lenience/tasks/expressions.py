@@ -110,10 +110,10 @@ def _check() -> None:
 def _answer(a: str, b: str) -> bool | None:
     from math_verify import parse, verify
 
-    one, other = (parse(text if "$" in text else f"${text}$") for text in (a, b))
-    if not one or not other:
+    first, second = (parse(text if "$" in text else f"${text}$") for text in (a, b))
+    if not first or not second:
         return None
-    return bool(verify(one, other))
+    return bool(verify(first, second))
 
 
 if __name__ == "__main__":

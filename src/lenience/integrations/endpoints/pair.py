@@ -429,7 +429,11 @@ def _own_entry(listed: dict[str, Any], model: str | None) -> dict[str, Any]:
     models = listed.get("data")
     if not isinstance(models, list):
         return listed
-    named = [one for one in models if isinstance(one, dict) and one.get("id") == model]
+    named = [
+        entry
+        for entry in models
+        if isinstance(entry, dict) and entry.get("id") == model
+    ]
     return {**listed, "data": named if model else models[:1]}
 
 

@@ -81,7 +81,7 @@ def check_target(target: str) -> None:
         raise InputError(f"SGLang {sglang_version()}: has no {target} on this machine")
     found = tuple(inspect.signature(function).parameters)
     first: Sequence[str] = PARAMETERS.get(target, ())
-    missing = [one for one in NAMED.get(target, ()) if one not in found]
+    missing = [name for name in NAMED.get(target, ()) if name not in found]
     if found[: len(first)] != tuple(first) or missing:
         wanted = ", ".join((*first, *missing))
         raise InputError(
