@@ -9,7 +9,7 @@ generation: alone, with prompt lookup, and with the draft model as its assistant
 
 Each line of OUT.jsonl is one answer with its seconds, its passes, and whether its tokens are those
 of the target alone. The command resumes. RESULTS.json holds the figures of all decoders, in all and
-by category.
+by category, and the seconds of a pass of the target by its number of tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from recording import write_results
 
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.models.session import Session
 from lenience.runs.journal import Journal
 
 TOKENS = 64
@@ -63,6 +64,10 @@ THEIRS: dict[str, dict[str, Any]] = {
 """Options of `transformers`' generate by name."""
 ASSISTED = "transformers, assisted"
 RESAMPLES = 2000
+LENGTHS = (1, 2, 3, 5, 7, 9, 17)
+"""Numbers of tokens of timed passes."""
+BEFORE = 100
+REPEATS = 15
 
 
 def decoders(heads: dict[str, Path], draft: bool) -> dict[str, dict[str, Any]]:
@@ -201,6 +206,25 @@ def by_category(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def pass_seconds(pair: Pair) -> dict[int, float]:
+    """Return the median seconds of a pass of the target by its number of tokens, after a prefix of
+    BEFORE tokens. A free draft that is always right would be faster than the target alone by the
+    number of tokens times the first of these over the pass's own."""
+    session = Session(pair.target, capacity=BEFORE + max(LENGTHS))
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(1000, 2000, BEFORE).tolist()
+    found: dict[int, float] = {}
+    for length in LENGTHS:
+        seconds = []
+        for _ in range(REPEATS):
+            tokens = rng.integers(1000, 2000, length).tolist()
+            began = time.perf_counter()
+            session.read([prefix + tokens], length)
+            seconds.append(time.perf_counter() - began)
+        found[length] = float(np.median(seconds))
+    return found
+
+
 def chosen(rows: list[dict[str, Any]], each: int | None) -> list[dict[str, Any]]:
     """Return the first `each` questions of each category, or all."""
     taken: dict[str, int] = {}
@@ -210,6 +234,26 @@ def chosen(rows: list[dict[str, Any]], each: int | None) -> list[dict[str, Any]]
         if each is None or taken[row["category"]] <= each:
             found.append(row)
     return found
+
+
+def ask(
+    pair: Pair, rows: list[dict[str, Any]], by_name: Answerers, journal: Journal
+) -> list[dict[str, Any]]:
+    """Return the records of all decoders' answers; those that the journal holds are not made
+    again."""
+    done = {record["id"] for record in journal.resume()}
+    # a drafter's graphs are exported when it is first asked
+    first = {"question_id": 0, "category": "", "turns": ["Hello"]}
+    list(answered(pair, first, by_name))
+    for number, row in enumerate(rows, 1):
+        if f"{row['question_id']} {list(by_name)[-1]}" in done:
+            continue
+        for record in answered(pair, row, by_name):
+            if record["id"] not in done:
+                journal.write(record)
+        print(f"{number} questions", flush=True)
+    wanted = {str(row["question_id"]) for row in rows}
+    return [record for record in journal if record["id"].partition(" ")[0] in wanted]
 
 
 def main() -> None:
@@ -228,24 +272,13 @@ def main() -> None:
     pair = load_pair(
         args.model, args.draft, dtype="float32", device="cpu", compile=True
     )
-    by_name = answerers(pair, trained)
     rows = chosen(rows_of(args.questions), args.each)
-    journal = Journal(args.out)
-    done = {record["id"] for record in journal.resume()}
-    # a drafter's graphs are exported when it is first asked
-    list(
-        answered(pair, {"question_id": 0, "category": "", "turns": ["Hello"]}, by_name)
-    )
-    for number, row in enumerate(rows, 1):
-        if f"{row['question_id']} {list(by_name)[-1]}" in done:
-            continue
-        for record in answered(pair, row, by_name):
-            if record["id"] not in done:
-                journal.write(record)
-        print(f"{number} questions", flush=True)
-    wanted = {str(row["question_id"]) for row in rows}
-    records = [record for record in journal if record["id"].partition(" ")[0] in wanted]
-    results = {"decoders": figures(records), "categories": by_category(records)}
+    records = ask(pair, rows, answerers(pair, trained), Journal(args.out))
+    results = {
+        "decoders": figures(records),
+        "categories": by_category(records),
+        "pass_seconds": pass_seconds(pair),
+    }
     write_results(args.results, results)
     print(json.dumps(results["decoders"]))
 
