@@ -57,15 +57,11 @@ RULES = (
     "topk:2",
     "topk:3",
     "topk:10,ratio=0.3",
-    "typical:0.3,0.55",
     "typical:0.09,0.3",
-    "fuzzy:js@0.05",
     "fuzzy:js@0.1",
     "fuzzy:js@0.2",
     "fuzzy:js@0.3",
-    "fuzzy:kl@0.1",
     "fuzzy:kl@0.4",
-    "fuzzy:tv@0.25",
     "fuzzy:tv@0.45",
     "kl:0.1",
     "kl:0.4",
@@ -74,11 +70,9 @@ RULES = (
     "cascade:opt@0",
     "cascade:token3@0.6",
     "fly:0.3,6",
-    "fly:0.1,3",
     "lenient:0.2",
     "mentored:0.2",
     "random:0.3",
-    "random:0.8",
 )
 """Rules that need no training."""
 RECALLS = ("0.9", "0.98", "0.995")
@@ -256,9 +250,9 @@ def certifying(paths: Paths) -> list[Step]:
         f"eagle:{paths.answers / 'eagle'}",
     )
     raced = [*repeated("--drafter", drafters), *repeated("--window", ("4", "8"))]
-    rule = ("--rule", f"judge:{of_target}", "--max-drop", DROPS[-1])
+    certified = ("--rule", f"judge:{of_target}", "--max-drop", DROPS[-1])
     drawn = ("--split", "test", "--prompts", "40", "--limit", "600", "--horizon", "600")
-    tune = lenience("tune", paths.run, *LENGTH, *rule, *(drawn + tuple(raced)))
+    tune = lenience("tune", paths.run, *certified, *LENGTH, *(drawn + tuple(raced)))
     made.append(Step("tune", 0.6, tune))
     return made
 
