@@ -185,7 +185,9 @@ def test_the_command_fits_and_the_judge_decodes(checkpoints, tmp_path: Path) -> 
                 + "\n"
             )
     pair = ["--target", target, "--draft", draft]
-    told = last_json(run("fit", "--from", "annotated", path, *pair, "--json"))
+    # the judge reads the target alone
+    alone = ("--target", target)
+    told = last_json(run("fit", "--from", "annotated", path, *alone, "--json"))
     assert (
         told["auc_out_of_fold"] > 0.95
         and told["important"] == 40

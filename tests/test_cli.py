@@ -789,3 +789,28 @@ def test_lists_hold_every_entry_with_a_sentence(
     main([command])
     shown = capsys.readouterr().out
     assert all(re.split(r"[:@\[]", entry["spec"])[0] in shown for entry in entries)
+
+
+def test_a_target_without_a_draft_is_tuned_and_audited(
+    checkpoints, tmp_path: Path
+) -> None:
+    """The drafters that race, and the certified one, need no draft model."""
+    target, _ = checkpoints("llama")
+    rows = []
+    for i in range(120):
+        prompt = f"w{i % 7 + 1} w{i % 11 + 1} w{i % 7 + 1} w{i % 5 + 1}"
+        rows.append(json.dumps({"id": str(i), "prompt": prompt, "reference": "w1"}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "live.jsonl").write_text("\n".join(rows[:8]))
+    folder = tmp_path / "run"
+    task = ("--task", tmp_path / "rows.jsonl", "--answer", "regex:(w[0-9]+)")
+    given = ("--target", target, "--no-compile", "--max-new-tokens", 8)
+    raced = ("--rule", "topk:2", "--drafter", "ngram", "--window", 2, "--prompts", 16)
+    asked = ("--loss", "disagreement", "--max-drop", 0.9, "--limit", 60, "--json")
+    told = last_json(run("tune", folder, *task, *given, *raced, *asked))
+    raced = [entry["setting"] for chain in told["races"]["lenient"] for entry in chain]
+    assert raced and all("drafter=ngram" in setting for setting in raced)
+    models = ("--target", target, "--no-compile")
+    live = tmp_path / "live.jsonl"
+    seen = last_json(run("audit", folder, live, *task, *models, "--share", 1, "--json"))
+    assert seen["audited"] == 8

@@ -165,7 +165,8 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         from lenience.training.fit import fit_annotated
 
         rows = read_annotated(run)  # raises before the models are loaded
-        pair = Models(flags.target, flags.draft, device=flags.device).load()
+        models = Models(flags.target, flags.draft, device=flags.device)
+        pair = models.load(needs_draft=False)
         fitted = with_bars(fit_annotated, pair, rows, plan)
     else:
         from lenience.training.fit import fit_run, learning_curve

@@ -28,6 +28,7 @@ from lenience.cli.options import (
     check_folder,
     check_limit,
     decoder_of,
+    drafter_needs_draft,
     given,
     needs_draft,
 )
@@ -258,7 +259,10 @@ def tune(
     choice = choice_of(run, choice or TaskChoice())
     task = choice.load()
     answers = config.question.num_prompts()
-    pair = models.load(2 * answers * expected_tokens(config.question.options, task))
+    tokens = 2 * answers * expected_tokens(config.question.options, task)
+    # without a choice of drafters, the draft model races too
+    drafts = not config.drafters or any(map(drafter_needs_draft, config.drafters))
+    pair = models.load(tokens, drafts)
     with fitting(pair, task, choice) as fits:
         tuned = tune_run(pair, fits, run, config)
     if json:
@@ -299,7 +303,7 @@ def audit(
     rows = read_logs(
         prompts, task.fields if isinstance(task, JsonlTask) else USUAL_FIELDS
     )
-    read_certificate(run)
+    certificate = read_certificate(run)
     config = AuditConfig(
         share=flags.share, confidence=flags.confidence, seed=flags.seed
     )
@@ -312,7 +316,9 @@ def audit(
         pair = servers.pair(models_of(run, models).system, claims=flags.claim)
         batch_size = servers.in_flight
     else:
-        pair = models_of(run, models).load(len(rows) * expected_tokens({}, task))
+        tokens = len(rows) * expected_tokens({}, task)
+        drafts = not certificate.holds or needs_draft(certificate.decoder(run))
+        pair = models_of(run, models).load(tokens, drafts)
         batch_size = flags.batch_size
     state = audit_run(pair, task, run, rows, config, batch_size=batch_size)
     if servers.named:
