@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy.stats import beta
 from test_certify import certificate
-from test_mining import ParityTask
+from test_mining import ParityTask, lines, mined
 
 from lenience import InputError
 from lenience.decoding.decoder import Decoder
@@ -21,6 +21,7 @@ from lenience.decoding.pair import Pair
 from lenience.evaluation import compare as comparing
 from lenience.evaluation.advice import recommended
 from lenience.evaluation.compare import CompareConfig
+from lenience.evaluation.mined_texts import mined_texts
 from lenience.evaluation.names import family, named, short
 from lenience.evaluation.pages import Mining, example, write_report
 from lenience.evaluation.plots import AXES, _covered, plot
@@ -659,6 +660,48 @@ def test_rules_are_drawn_with_their_kind() -> None:
         "exact|m@p@0.5",
         "mlp",
     ]
+
+
+def test_a_report_marks_the_important_tokens_of_mined_answers(
+    llama: Pair, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    mined(llama, ParityTask(), run, limit=8)
+    texts = mined_texts(llama.target, run, count=8)
+    by_prompt = {
+        llama.target.decode(record["prompt_ids"]): record for record in lines(run)
+    }
+    for text in texts:
+        record = by_prompt[text.prompt]
+        marked = {i: token for i, token in enumerate(text.tokens) if token.kind}
+        assert marked.keys() == {found["position"] for found in record["mismatches"]}
+        for found in record["mismatches"]:
+            token = marked[found["position"]]
+            draft, target = (
+                llama.target.decode([found[name]], special=True)
+                for name in ("draft_token", "target_token")
+            )
+            kept, other = (target, draft) if found["important"] else (draft, target)
+            assert (token.text.strip(), token.other.strip()) == (kept, other)
+            assert token.kind == ("important" if found["important"] else "harmless")
+    assert len(texts) > 1
+    _, frontier = compare(llama, ParityTask(), RULES, windows=(4,), limit=5, tuning=2)
+    page = tmp_path / "report.html"
+    write_report(page, Frontier(**{**frontier, "mined": texts[:2]}))
+    spans = re.findall(r'<span class="t (important|harmless)" title', page.read_text())
+    shown = [token for text in texts[:2] for token in text.tokens]
+    assert spans == [token.kind for token in shown if token.kind]
+
+
+def test_other_tokenizers_mined_answers_are_not_shown(
+    llama: Pair, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    mined(llama, ParityTask(), run, limit=8)
+    about = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**about, "tokenizer": "another"}))
+    assert mined_texts(llama.target, run) == ()
+    assert mined_texts(llama.target, tmp_path) == ()
 
 
 def test_the_report_stands_alone_and_holds_every_token(

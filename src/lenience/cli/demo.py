@@ -20,6 +20,7 @@ from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, discard
+from lenience.evaluation.mined_texts import mined_texts
 from lenience.evaluation.pages import Mining, write_report
 from lenience.evaluation.table import Frontier
 from lenience.heads.fitting import FitConfig
@@ -84,6 +85,8 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     tuned = _tune(pair, out)
     certificate = tuned.certificate
     frontier = _compare(pair, out, tuned, limit)
+    mined = mined_texts(pair.target, folder)
+    frontier = frontier.model_copy(update={"mined": mined})
     mining = _mining(counts, head)
     gain = gained(tuned)
     write_report(out / "report.html", frontier, mining, certificate, headline=gain)

@@ -77,6 +77,11 @@ def compare(
     if servers.named:
         speeds = _time_servers(servers, pair, task, config)
         frontier = frontier.model_copy(update={"endpoints": tuple(speeds)})
+    elif flags.run is not None:
+        from lenience.evaluation.mined_texts import mined_texts
+
+        mined = mined_texts(pair.target, flags.run)
+        frontier = frontier.model_copy(update={"mined": mined})
     if flags.out is not None:
         from lenience.evaluation.pages import write_report
         from lenience.evaluation.plots import no_figures
@@ -87,7 +92,8 @@ def compare(
         say(f"report: {report}   {no_figures()}".rstrip())
     if json:
         whole = frontier.to_json()
-        left_out = {"examples"} if servers.named else {"examples", "endpoints"}
+        left_out = {"examples", "mined"}
+        left_out |= set() if servers.named else {"endpoints"}
         print_json({key: whole[key] for key in whole if key not in left_out})
 
 

@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -126,6 +126,24 @@ class Example(Record):
     results: list[Answer]
 
 
+class MinedToken(Record):
+    """A token of a mined answer."""
+
+    text: str
+    kind: Literal["", "harmless", "important"] = ""
+    """Label of the mismatch at this position; empty if draft and target agree."""
+    other: str = ""
+    """The other model's token: the target's at a harmless mismatch, the draft's at an important
+    one."""
+
+
+class MinedText(Record):
+    """A mined answer, shown token by token."""
+
+    prompt: str
+    tokens: tuple[MinedToken, ...]
+
+
 class Frontier(Record, extra="allow"):
     """frontier.json: a comparison. Its further fields are the decoding options that all settings
     share, by name."""
@@ -153,6 +171,8 @@ class Frontier(Record, extra="allow"):
     endpoints: tuple[dict[str, Any], ...] = ()
     """Speed of each server with several requests in flight; empty for a pair. See
     `lenience.integrations.endpoints.speed.EndpointSpeed`."""
+    mined: tuple[MinedText, ...] = ()
+    """Answers of the mined run, with their important tokens."""
 
 
 def table(
