@@ -32,7 +32,7 @@ PROBLEMS = 240
 """Number of GSM8K problems among the training questions."""
 FUNCTIONS = 100
 """Number of HumanEval functions among the training questions."""
-ROWS_OF_AN_AUTHOR = 500
+ROWS_OF_AN_AUTHOR = 150
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 CALCULATION = re.compile(r"<<.*?>>")
 """GSM8K's annotation of a calculation inside a solution."""
