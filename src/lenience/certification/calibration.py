@@ -438,7 +438,10 @@ def calibration(
 ) -> Iterator[Calibration]:
     """Check a question, draw its prompts and count the attempt. The same question always gets the
     same prompts. Raises InputError if another process works on the question."""
-    check_question(pair, task, folder, config)
+    for chain in config.chains():
+        for decoder in chain:
+            pair.check(decoder)
+    check_question(task, folder, config)
     asked = _asked(pair, task, config, use)
     key = digest(asked, 6, sort_keys=True)
     place = folder / use / key
@@ -467,11 +470,8 @@ def calibration(
         )
 
 
-def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) -> None:
-    """Raise InputError for an impossible question, before any work."""
-    for chain in config.chains():
-        for decoder in chain:
-            pair.check(decoder)
+def check_question(task: Task, folder: Path, config: CertifyConfig) -> None:
+    """Raise InputError for a question that a task or a run cannot answer, before any work."""
     _check_run(task, folder)
     if config.loss in ("paired", "net") and (task.beside_target or task.by_degree):
         how = (

@@ -291,7 +291,7 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
     question = config.question
     shared = for_task(question.decoder, question.options, task)
     chains = question.chains(shared)
-    check_question(pair, task, folder, _with_raced_drafter(question, config.drafters))
+    check_question(task, folder, question)
     ledger = Ledger(folder, pair.fingerprints, question.home)
     next_one = ledger.attempt("", task, question.split, counts=False)
     warn_of_too_few(question, next_one.share)
@@ -386,17 +386,6 @@ class _Choice:
             if speeds[setting] >= least or str(setting) == self.lossless:
                 found.append(setting)
         return found
-
-
-def _with_raced_drafter(
-    question: CertifyConfig, drafters: Sequence[str]
-) -> CertifyConfig:
-    """Return the question with the first drafter that races with its first rule. The default
-    drafter, the draft model, need not race."""
-    raced = drafters_for(question.chains()[0][0].rule, drafters)
-    if not raced:
-        return question
-    return replace(question, options={**question.options, "drafter": raced[0]})
 
 
 def fitted_drafters(

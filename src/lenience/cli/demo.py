@@ -15,7 +15,7 @@ from lenience.cli.live import race
 from lenience.cli.options import check_folder
 from lenience.cli.steps import compare_run, compile_pair, mine_run, tune_run
 from lenience.cli.tables import gained
-from lenience.core.files import EMBEDDED, read_json, write_text
+from lenience.core.files import EMBEDDED, read_json, write_json, write_text
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
@@ -85,8 +85,9 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     tuned = _tune(pair, out)
     certificate = tuned.certificate
     frontier = _compare(pair, out, tuned, limit)
-    mined = mined_texts(pair.target, folder)
+    mined = mined_texts(pair.models, WordMath(), folder)
     frontier = frontier.model_copy(update={"mined": mined})
+    write_json(out / "frontier.json", frontier.to_json())
     mining = _mining(counts, head)
     gain = gained(tuned)
     write_report(out / "report.html", frontier, mining, certificate, headline=gain)

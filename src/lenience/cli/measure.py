@@ -35,13 +35,14 @@ from lenience.cli.options import (
 from lenience.cli.servers import FLOOR, STORE, Servers, measure_noise, print_speeds
 from lenience.cli.steps import audit_run, certify_run, compare_run, plan_run, tune_run
 from lenience.cli.tables import print_grades
-from lenience.core.errors import RunError
+from lenience.core.errors import InputError, RunError
 from lenience.core.files import write_json
 
 if TYPE_CHECKING:
     from lenience.certification.question import CertifyConfig
     from lenience.decoding.pair import Pair
     from lenience.evaluation.compare import CompareConfig
+    from lenience.evaluation.table import Frontier, MinedText
     from lenience.integrations.endpoints.pair import ServedPair
     from lenience.tasks import Task
 
@@ -77,24 +78,37 @@ def compare(
     if servers.named:
         speeds = _time_servers(servers, pair, task, config)
         frontier = frontier.model_copy(update={"endpoints": tuple(speeds)})
-    elif flags.run is not None:
-        from lenience.evaluation.mined_texts import mined_texts
-
-        mined = mined_texts(pair.target, flags.run)
-        frontier = frontier.model_copy(update={"mined": mined})
     if flags.out is not None:
-        from lenience.evaluation.pages import write_report
-        from lenience.evaluation.plots import no_figures
-
-        report = flags.out / "report.html"
-        write_json(flags.out / "frontier.json", frontier.to_json())
-        write_report(report, frontier)
-        say(f"report: {report}   {no_figures()}".rstrip())
+        if flags.run is not None and not servers.named:
+            mined = _mined_texts(pair, task, flags.run)
+            frontier = frontier.model_copy(update={"mined": mined})
+        _write_report(flags.out, frontier)
     if json:
         whole = frontier.to_json()
         left_out = {"examples", "mined"}
         left_out |= set() if servers.named else {"endpoints"}
         print_json({key: whole[key] for key in whole if key not in left_out})
+
+
+def _write_report(out: Path, frontier: Frontier) -> None:
+    from lenience.evaluation.pages import write_report
+    from lenience.evaluation.plots import no_figures
+
+    report = out / "report.html"
+    write_json(out / "frontier.json", frontier.to_json())
+    write_report(report, frontier)
+    say(f"report: {report}   {no_figures()}".rstrip())
+
+
+def _mined_texts(pair: Pair, task: Task, run: Path) -> tuple[MinedText, ...]:
+    """Return mined answers for the report; none, with a message, if the run cannot be read."""
+    from lenience.evaluation.mined_texts import mined_texts
+
+    try:
+        return mined_texts(pair.models, task, run)
+    except InputError as error:
+        say(f"the report shows no mined answers: {error}")
+        return ()
 
 
 def _pair_to_compare(models: Models, config: CompareConfig, task: Task) -> Pair:
@@ -323,7 +337,7 @@ def audit(
         batch_size = servers.in_flight
     else:
         tokens = len(rows) * expected_tokens({}, task)
-        drafts = not certificate.holds or needs_draft(certificate.decoder(run))
+        drafts = certificate.holds and needs_draft(certificate.decoder(run))
         pair = models_of(run, models).load(tokens, drafts)
         batch_size = flags.batch_size
     state = audit_run(pair, task, run, rows, config, batch_size=batch_size)

@@ -462,7 +462,8 @@ class AuditFlags:
 @dataclass
 class CompareFlags:
     run: Path | None = None
-    """Run folder whose models and task are used unless flags name others."""
+    """Run folder whose models and task are used unless flags name others. The report shows some of
+    its mined answers."""
     rule: tuple[str, ...] = ()
     """Rule to compare, one row each; may be repeated. The target alone and the draft alone are
     always included. all stands for every rule at a grid of settings; a judge named without a

@@ -20,7 +20,7 @@ from lenience.models.threads import torch_threads
 
 
 class HasModels(Protocol):
-    """The models of a pair, and the threads beside them."""
+    """A pair's models, and its number of PyTorch threads."""
 
     draft: LM | None
 

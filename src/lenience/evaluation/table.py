@@ -131,15 +131,17 @@ class MinedToken(Record):
 
     text: str
     kind: Literal["", "harmless", "important"] = ""
-    """Label of the mismatch at this position; empty if draft and target agree."""
+    """Label of the mismatch at this position; empty without a labelled mismatch."""
     other: str = ""
-    """The other model's token: the target's at a harmless mismatch, the draft's at an important
-    one."""
+    """The token that is not in the answer: the target's at a harmless mismatch, the drafted one at
+    an important one."""
 
 
 class MinedText(Record):
     """A mined answer, shown token by token."""
 
+    id: str
+    """Id of the sample."""
     prompt: str
     tokens: tuple[MinedToken, ...]
 
