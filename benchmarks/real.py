@@ -11,7 +11,7 @@ spec_bench/question.jsonl. Nothing of them is part of the project.
 
 Each step is a command that a user would type. Its seconds and its JSON output are kept in
 WORK/steps.json. A finished step is not run again unless its command has changed, or a step before
-it was run again. The plan comes first: the steps, with about the hours that each takes on two cores.
+it was run again. The plan comes first: the steps, with about the hours of each on two cores.
 `--only NAME` runs one step, `--plan` none.
 """
 
@@ -465,6 +465,10 @@ def main() -> None:
     results: dict[str, Any] = {"steps": records}
     if "mine" in records:
         results["bounds"] = bounds(paths.run)
+    for folder in (paths.work / "autojudge-studies", paths.work / "gsm8k/studies"):
+        for study in sorted(folder.glob("*.json")):
+            rows = json.loads(study.read_text(encoding="utf-8"))["rows"]
+            results[f"{folder.parent.name} {study.stem}"] = rows
     write_results(RESULTS, results)
 
 
