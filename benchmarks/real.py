@@ -71,6 +71,8 @@ RECALLS = ("0.9", "0.98", "0.995")
 """Recalls at which each judge is compared."""
 PROBABILITIES = ("0.5", "0.99")
 """Thresholds of Judge Decoding's head; the paper's is 0.5."""
+GATE_SAMPLES = "150"
+"""Number of mined problems whose prefixes train SPRINTER's gate."""
 GATES = ("0.9",)
 """Threshold of SPRINTER's gate."""
 GSM8K_MINED = "100"
@@ -201,11 +203,14 @@ def judging(paths: Paths) -> list[Step]:
     places = ("--data", paths.data, "--work", paths.work)
     annotated = paths.work / "annotated.jsonl"
     inputs = HERE / "real_inputs.py"
+    for_gate = paths.work / "gate-run"
+    few = [*mined[:-1], GATE_SAMPLES]
     fit = lenience("fit", annotated, "--from", "annotated", *paths.target)
     made += [
         Step("annotated", 0.01, script(inputs, "annotated", *places)),
         Step("judge annotated", 0.15, fit),
-        Step("gate", 0.1, lenience("fit", paths.run, "--gate")),
+        Step("gate answers", 0.2, lenience("mine", "--out", for_gate, *few)),
+        Step("gate", 0.2, lenience("fit", for_gate, "--gate")),
         Step("compare", 1.2, compared(paths)),
     ]
     for ablation in ("inputs", "classifiers"):
@@ -260,7 +265,7 @@ def compared(paths: Paths) -> list[str]:
     rules += [f"judge:{of_errors}@{threshold}" for threshold in PROBABILITIES]
     asked = [*repeated("--rule", rules), *repeated("--window", WINDOWS)]
     for threshold in GATES:
-        gate = f"speculative;window={WINDOWS[0]};stop=gate:{paths.run / 'gate'}@{threshold}"
+        gate = f"speculative;window={WINDOWS[0]};stop=gate:{paths.work / 'gate-run/gate'}@{threshold}"
         asked += ["--setting", gate]
     out = ("--out", paths.work / "compared", "--limit", COMPARED, *TIMED, *LENGTH)
     return lenience("compare", "--run", paths.run, *out, *asked)
