@@ -265,8 +265,8 @@ def compared(paths: Paths) -> list[str]:
     rules += [f"judge:{of_errors}@{threshold}" for threshold in PROBABILITIES]
     asked = [*repeated("--rule", rules), *repeated("--window", WINDOWS)]
     for threshold in GATES:
-        gate = f"speculative;window={WINDOWS[0]};stop=gate:{paths.work / 'gate-run/gate'}@{threshold}"
-        asked += ["--setting", gate]
+        stop = f"gate:{paths.work / 'gate-run/gate'}@{threshold}"
+        asked += ["--setting", f"speculative;window={WINDOWS[0]};stop={stop}"]
     out = ("--out", paths.work / "compared", "--limit", COMPARED, *TIMED, *LENGTH)
     return lenience("compare", "--run", paths.run, *out, *asked)
 
