@@ -76,7 +76,7 @@ GATE_SAMPLES = "150"
 GATES = ("0.9",)
 """Threshold of SPRINTER's gate."""
 GSM8K_MINED = "100"
-GSM8K_COMPARED = "100"
+GSM8K_COMPARED = "60"
 QUESTIONS = "400"
 """Number of Spec-Bench's and other questions whose answers train the drafters of SmolLM2."""
 EAGLE_QUESTIONS = "220"
@@ -348,7 +348,7 @@ def open_answers(paths: Paths) -> list[Step]:
         "--results",
         RESULTS.with_name("real-open.json"),
     )
-    timed = ("--eagle", paths.work / "open-few/eagle", "--each", "3")
+    timed = ("--eagle", paths.work / "open-few/eagle", "--each", "2")
     kept = ("--results", RESULTS.with_name("real-strict.json"))
     return [
         Step("open labels", 0.2, lenience(*likelihood, *mined)),

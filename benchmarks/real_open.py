@@ -34,9 +34,9 @@ from lenience.decoding.pair import Pair
 from lenience.models.session import Session
 from lenience.rules.parsing import parse_rule
 
-OPEN = ("writing", "roleplay", "summarization", "humanities", "stem")
+OPEN = ("writing", "roleplay", "summarization")
 """Categories whose questions have no single right answer."""
-TOKENS = 96
+TOKENS = 64
 """Maximum number of new tokens in an answer."""
 BATCH = 8
 RULES = (
