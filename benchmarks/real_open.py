@@ -29,10 +29,10 @@ from recording import digest_of, resumed, write_results
 from rich.progress import track
 from rouge_score.rouge_scorer import RougeScorer
 
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.models.session import Session
-from lenience.rules.parsing import parse_rule
 
 OPEN = ("writing", "roleplay", "summarization")
 """Categories whose questions have no single right answer."""
@@ -57,7 +57,6 @@ RULES = (
     "cascade:opt@0",
     "cascade:token3@0.6",
     "fly:0.3,6",
-    "mentored:0.2",
     "random:0.6",
     "draft",
 )
@@ -182,8 +181,8 @@ def main() -> None:
         f"judge:{path}@recall={recall}" for path in args.judge for recall in RECALLS
     ]
     rules = [*RULES, *judges]
-    for rule in set(rules) - {"target", "draft"}:
-        parse_rule(rule)  # before anything is decoded
+    for rule in rules:
+        pair.check(Decoder.of(rule=rule))  # before anything is decoded
     rows = [row for row in rows_of(args.questions) if row["category"] in OPEN]
     results = figures(answer_all(pair, rows, rules, args))
     write_results(args.results, {"window": args.window, "rules": results})
