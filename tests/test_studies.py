@@ -126,6 +126,23 @@ def test_the_exact_mcnemar_test_is_the_binomial_sum_over_the_differing_problems(
     assert paired.mcnemar("a", "a", right).p == 1.0
 
 
+def test_the_difference_of_tokens_per_pass_is_that_of_all_tokens_over_all_passes() -> (
+    None
+):
+    twice, once = np.array([[8.0, 4.0]] * 5), np.array([[3.0, 3.0]] * 5)
+    assert paired.difference(twice, once) == (1.0, 1.0, 1.0)
+    rng = np.random.default_rng(1)
+    first = np.stack([rng.poisson(30, 200) + 1.0, rng.poisson(10, 200) + 1.0], 1)
+    second = np.stack([first[:, 0], first[:, 1] + rng.integers(0, 2, 200)], 1)
+    whole, low, high = paired.difference(first, second)
+    assert whole == pytest.approx(
+        first[:, 0].sum() / first[:, 1].sum() - second[:, 0].sum() / second[:, 1].sum()
+    )
+    assert 0 < low < whole < high  # the same tokens in at least as many passes
+    assert paired.difference(first, first) == (0.0, 0.0, 0.0)
+    assert paired.difference(first, np.zeros((200, 2))) is None
+
+
 def test_right_answers_of_a_journal_are_ordered_by_problem(tmp_path: Path) -> None:
     lines = [
         {
