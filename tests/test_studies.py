@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "studies"))
 pytest.importorskip("matplotlib")
 
 import autojudge
+import numpy as np
 import paired
 from mined import Mined
 
