@@ -195,6 +195,14 @@ def speed_up(
     }
 
 
+def over_transformers(by_decoder: dict[str, dict[str, Any]]) -> float:
+    """Return the speed of our fastest decoder over `transformers`' fastest."""
+    theirs = {*THEIRS, ASSISTED} & by_decoder.keys()
+    speeds = {name: row["tokens_per_second"] for name, row in by_decoder.items()}
+    fastest = max(speed for name, speed in speeds.items() if name not in theirs)
+    return fastest / max(speeds[name] for name in theirs)
+
+
 def by_category(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return tokens per pass and per second of each decoder, by category."""
     found: dict[str, dict[str, Any]] = {}
@@ -286,10 +294,14 @@ def main() -> None:
     }
     journal = resumed(args.out, about)
     records = ask(pair, rows, answerers(pair, trained), journal)
+    by_decoder = figures(records)
+    seconds = pass_seconds(pair)
     results = {
-        "decoders": figures(records),
+        "decoders": by_decoder,
+        "over_transformers": over_transformers(by_decoder),
         "categories": by_category(records),
-        "pass_seconds": pass_seconds(pair),
+        "pass_seconds": seconds,
+        "pass_costs": {length: took / seconds[1] for length, took in seconds.items()},
     }
     write_results(args.results, results)
     print(json.dumps(results["decoders"]))

@@ -2,8 +2,9 @@
 
     python studies/plots.py [--results benchmarks/results] [--out docs]
 
-Writes fuzzy.svg (FSD: paired loss against accepted tokens per pass, by divergence) and
-classifiers.svg (AutoJudge: AUC and share accepted, by classifier).
+Writes fuzzy.svg (FSD: paired loss against accepted tokens per pass, by divergence),
+classifiers.svg (AutoJudge: AUC and share accepted, by classifier) and real.svg (all rules on a
+pretrained pair: correct answers against tokens per pass and per second).
 """
 
 from __future__ import annotations
@@ -47,6 +48,60 @@ def fuzzy(results: dict[str, Any]) -> Figure:
     return figure
 
 
+REAL = {
+    "target": ("D", "black", "target alone"),
+    "draft": ("D", "gray", "draft alone"),
+    "exact": ("*", "black", "strict"),
+    "judge:training/real/autojudge": ("o", "tab:blue", "AutoJudge's head"),
+    "judge:training/real/mlp": ("o", "tab:purple", "MLP judge"),
+    "judge:training/real/annotated": ("o", "tab:red", "Judge Decoding's head"),
+    "speculative": ("P", "tab:brown", "SPRINTER's gate"),
+    "fuzzy": ("s", "tab:green", "fuzzy"),
+    "topk": ("^", "tab:orange", "top-K"),
+    "random": ("x", "gray", "random"),
+}
+"""Marks, colours and names by the beginning of a rule's spec."""
+OTHERS = ("v", "tab:cyan", "typical, kl, ensemble, cascade, fly")
+PANELS = {
+    "tokens_per_pass": "tokens per pass of the target",
+    "tokens_per_second": "tokens per second",
+}
+
+
+def real(results: dict[str, Any]) -> Figure:
+    """Return the share of correct answers of all rules against what they keep, and their speed."""
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (figure_name, label) in zip(panels, PANELS.items()):
+        named = set[str]()
+        for row in results["rows"]:
+            if row[figure_name] is None:
+                continue
+            kinds = [kind for kind in REAL if row["rule"].startswith(kind)]
+            mark, colour, name = REAL[kinds[0]] if kinds else OTHERS
+            low, high = row[f"{figure_name}_interval"]
+            accuracy = 100 * row["accuracy"]
+            bottom, top = (100 * bound for bound in row["accuracy_interval"])
+            axes.errorbar(
+                row[figure_name],
+                accuracy,
+                xerr=[[row[figure_name] - low], [high - row[figure_name]]],
+                yerr=[[accuracy - bottom], [top - accuracy]],
+                marker=mark,
+                color=colour,
+                elinewidth=0.5,
+                ls="",
+                label=None if name in named else name,
+            )
+            named.add(name)
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25)
+    panels[0].set_ylabel(f"correct answers, % of {results['rows'][0]['n']} problems")
+    handles, names = panels[1].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -63,6 +118,8 @@ def main() -> None:
     names = [row["classifier"] for row in results["rows"]]
     figure = bars(results["rows"], names)
     figure.savefig(given.out / "classifiers.svg", metadata={"Date": None})
+    results = json.loads((given.results / "real-rules.json").read_text())
+    real(results).savefig(given.out / "real.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
