@@ -373,7 +373,7 @@ def _several_windows(given: str | None) -> tuple[int, ...]:
     if given is None:
         return ()
     try:
-        return tuple(int(window) for window in given.split(","))
+        return tuple(map(int, given.split(",")))
     except ValueError:
         raise InputError(
             f"--windows {given}: give numbers with commas between them, such as 2,4,8"

@@ -95,7 +95,7 @@ class Servers:
         if self.price is None:
             return None
         try:
-            prompt, answer = (float(part) for part in self.price.split(","))
+            prompt, answer = map(float, self.price.split(","))
         except ValueError:
             raise InputError(
                 f"--price {self.price}: write PROMPT,COMPLETION, such as 0.15,0.60"

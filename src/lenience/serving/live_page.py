@@ -146,7 +146,7 @@ def live_page(service: Service, needs_key: bool, nonce: str) -> str:
     built_in = service.pair.name == "built-in"
     steps = dial_steps(service)
     # "<" would end the page's script
-    as_json = json.dumps([asdict(step) for step in steps]).replace("<", "\\u003c")
+    as_json = json.dumps(list(map(asdict, steps))).replace("<", "\\u003c")
     return read_template("live.html").render(
         service=service,
         decoders=decoders,
