@@ -810,6 +810,12 @@ def test_a_target_without_a_draft_is_tuned_and_audited(
     told = last_json(run("tune", folder, *task, *given, *raced, *asked))
     raced = [entry["setting"] for chain in told["races"]["lenient"] for entry in chain]
     assert raced and all("drafter=ngram" in setting for setting in raced)
+    # a rule races with the drafters that it can run with: ngram has no probabilities
+    both = ("--rule", "fuzzy:js@0.3", "--drafter", "ngram", "--drafter", "skip:1")
+    two = (*both, "--window", 2, "--prompts", 16)
+    told = last_json(run("tune", tmp_path / "two", *task, *given, *two, *asked))
+    raced = [entry["setting"] for chain in told["races"]["lenient"] for entry in chain]
+    assert raced and all("drafter=skip:1" in setting for setting in raced)
     models = ("--target", target, "--no-compile")
     live = tmp_path / "live.jsonl"
     seen = last_json(run("audit", folder, live, *task, *models, "--share", 1, "--json"))
