@@ -56,7 +56,6 @@ from lenience.tasks import Sample, load_task, take
 from lenience.training.features import compute_features
 from lenience.training.fit_drafter import DrafterPlan, fit_drafter
 
-os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 # engines of several tests run beside each other: each has one thread, and none a core of its own
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["NUMBA_NUM_THREADS"] = "1"  # of the n-gram proposer
@@ -64,6 +63,8 @@ os.environ["NUMBA_NUM_THREADS"] = "1"  # of the n-gram proposer
 os.environ["VLLM_CPU_CI_ENV"] = "1"
 ROOT = Path(__file__).parents[1]
 WINDOW = 4
+CACHE = 1 << 27
+"""Bytes of an engine's KV cache. Several engines of two workers share the machine."""
 BLOCKS = 16
 """Of 32 tokens, in the crowded engine's cache: too few for eight answers."""
 SPAN = 'topk:3,ratio=0.01,begin="Answer:",end="The final"'
@@ -74,6 +75,7 @@ ENGINE = dict(
     max_num_seqs=8,
     enforce_eager=True,
     logprobs_mode="raw_logprobs",
+    kv_cache_memory_bytes=CACHE,
 )
 DRAFT = dict(
     method="draft_model",
@@ -561,7 +563,7 @@ class InThisProcess(VllmPair):
 @pytest.fixture(scope="module")
 def in_vllm() -> VllmPair:
     pair = load_pair(compile=False, dtype="float32")
-    return InThisProcess(pair, {"enforce_eager": True})
+    return InThisProcess(pair, {"enforce_eager": True, "kv_cache_memory_bytes": CACHE})
 
 
 def test_a_pair_in_vllm_answers_as_our_own_loop(
@@ -691,7 +693,8 @@ def test_a_command_that_has_mined_ends_well(tmp_path: Path) -> None:
     """Its two vLLMs end before Python does; where they did not, the thread that takes their outputs
     now and then aborted the process."""
     flags = ["--limit", "1", "--dtype", "float32", "--engine", "vllm"]
-    flags += ["--engine-arg", "enforce_eager=true"]
+    for argument in ("enforce_eager=true", f"kv_cache_memory_bytes={CACHE}"):
+        flags += ["--engine-arg", argument]
     done = subprocess.run(
         [
             sys.executable,
@@ -704,7 +707,6 @@ def test_a_command_that_has_mined_ends_well(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "1 sample," in done.stderr and "exited unexpectedly" not in done.stderr
