@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from mined import Mined, add_run, mined
+from mined import add_run, mined
 from numpy.typing import NDArray
 from paired import as_text, mcnemar
 from rich.console import Console
@@ -194,16 +194,15 @@ def gated(drafted: Drafted, head: Head, tau: float, threshold: float) -> GateRun
     return GateRun(drafted.ratios <= tau, passed, known)
 
 
-def trained(source: Mined, pair: Pair, run: Path, taus: Sequence[float]) -> list[Path]:
-    """Train a gate per tau and SpecDec++'s head in the run's folder. Return the gates' folders."""
+def trained(pair: Pair, run: Path, taus: Sequence[float]) -> dict[Path, Head]:
+    """Train a gate per tau and SpecDec++'s head in the run's folder. Return the gates by folder."""
     inputs = Inputs(("draft",), ("previous",))
-    gates = []
+    gates = {}
     for tau in taus:
         plan = HeadPlan(
             inputs, run / f"gate-{tau:g}", FitConfig("adam", role="gate"), tau
         )
-        with_bars(fit_run, pair, run, plan)
-        gates.append(plan.out)
+        gates[plan.out] = with_bars(fit_run, pair, run, plan)
     config = FitConfig(role="stop", weight=6.0)
     with_bars(
         fit_run,
@@ -402,12 +401,11 @@ def main() -> None:
     trained_on = len(source.first(run, given.samples))
     pair = source.pair(compile=True)
     problems = Problems(pair, source.task, take(source.task, "test", given.problems))
-    folders = trained(source, pair, run, given.tau)
+    heads = trained(pair, run, given.tau)
     drafted = continuations(problems)
     gates: dict[str, GateRun] = {}
     asked: dict[str, dict[str, Any]] = {}
-    for folder in folders:
-        head = Head.load(folder)
+    for folder, head in heads.items():
         tau = head.metrics["tau"]
         for threshold in given.threshold:
             name = f"τ {tau:g}, T {threshold:g}"
