@@ -26,14 +26,14 @@ test-all:   ## all but vLLM and SGLang: 15 minutes on two cores
 .venv-vllm/$(VLLM):
 	rm -rf .venv-vllm
 	python3 -m venv .venv-vllm
-	.venv-vllm/bin/pip install -q "$(VLLM)"
+	.venv-vllm/bin/pip install -q --no-compile "$(VLLM)"
 	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	.venv-vllm/bin/pip install -q -e ".[test,vllm]"
+	.venv-vllm/bin/pip install -q --no-compile -e ".[test,vllm]"
 	touch $@
 
 .sglang/$(SGLANG):
 	rm -rf .sglang
-	$(BIN)/pip install -q --no-deps --target .sglang $(SGLANG) $(WITH_SGLANG)
+	$(BIN)/pip install -q --no-compile --no-deps --target .sglang $(SGLANG) $(WITH_SGLANG)
 	touch $@
 
 engines: .venv-vllm/$(VLLM) .sglang/$(SGLANG)   ## the packages of the next tests

@@ -1,6 +1,6 @@
 """What limits a judge: the kind of head, and the noise of its labels, on any mined run.
 
-    python studies/next_judges.py OUT [--run RUN] [--samples 1000] [--resampled 500] [--times 4]
+    python studies/next_judges.py OUT [--run RUN] [--samples 1000] [--resampled 300] [--times 4]
     [--seeds 2]
 
 All heads read the same rows (states of both models after the previous and the drafted token, three
@@ -8,16 +8,19 @@ layers of the target, and the logits at up to 12 later drafted tokens), and scor
 were not trained on (five folds). Writes OUT/next_judges.json and prints it:
 
 - `heads`: AUC, and the share of harmless mismatches accepted at a recall of 98 and 99.5 %, of a
-  logistic head, an MLP with one hidden layer, and a small transformer. The transformer reads the
-  mismatch and the later drafted tokens as a sequence. Each seed draws the folds and the weights
-  anew. Intervals are 95 % over resampled samples;
+  logistic head, an MLP with one hidden layer, and a small transformer. The transformer's first
+  position has the states, the numbers of the mismatch and the pooled numbers of later tokens; its
+  other positions have the numbers of the later drafted tokens. Each seed draws the folds and the
+  weights anew. Intervals are 95 % over resampled samples; `more` is the transformer's value minus
+  the MLP's, paired;
 - `labels`: for swaps of the first --resampled samples, in how many of --times continuations at
-  temperature 0.6 the answer changes. The swaps are all important ones and as many harmless ones,
-  drawn at random. A label is *confirmed* if at least half of the continuations agree with it;
-- `ceiling`: the share of harmless mismatches accepted by the MLP if the recall counts every
-  important mismatch of these samples, or the confirmed ones only; and which share is unconfirmed of
-  all important mismatches, and of those that decide the threshold of each recall: the ones that a
-  judge at that recall accepts.
+  temperature 0.6 the answer changes. The swaps are all important ones, as many harmless ones, drawn
+  at random, and, as the control, the target's own tokens in place of the important ones. A label is
+  *confirmed* if more than half of the continuations agree with it;
+- `without_unconfirmed`: the share of harmless mismatches accepted by the MLP if the recall counts
+  every important mismatch of these samples, or the confirmed ones alone; the share of important
+  mismatches that are unconfirmed; and how many of the important mismatches that a judge at each
+  recall accepts are unconfirmed. The head still learned from all labels.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ from lenience.heads.head import Inputs
 from lenience.heads.scores import threshold_at
 from lenience.mining.resampling import Resampling, resample, resamples
 from lenience.runs.journal import Journal
-from lenience.runs.record import mined_samples
+from lenience.runs.record import mined_samples, read_run
 from lenience.tasks import take
 from lenience.training.features import compute_features, load_features
 
@@ -66,6 +69,8 @@ BATCH = 512
 EPOCHS = 15
 WIDTH = 64
 """Width of the transformer."""
+PENALTY = 1e-3
+"""Inverse strength of the logistic head's L2 penalty; not tuned."""
 
 
 # ---- heads
@@ -113,7 +118,7 @@ class WindowTransformer(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the features of a row are."""
+    """The layout of a row's features."""
 
     states: int
     numbers: int
@@ -125,21 +130,25 @@ class Layout:
 
 
 Scores = Callable[[Examples, NDArray, int], NDArray]
-"""Trains on examples, and returns the scores of other rows; the last argument is the seed."""
+"""Function that trains a head on examples and returns its scores of other rows. The last argument
+is the seed."""
 
 
 def by_logistic(inside: Examples, outside: NDArray, seed: int) -> NDArray:
+    """Score with logistic regression. The seed changes the folds alone."""
     scale = StandardScaler().fit(inside.in_memory)
-    model = LogisticRegression(max_iter=1000, C=1e-3, random_state=seed)
+    model = LogisticRegression(max_iter=1000, C=PENALTY)
     model.fit(scale.transform(inside.in_memory), inside.harmless)
     return model.decision_function(scale.transform(outside))
 
 
 def by_mlp(inside: Examples, outside: NDArray, seed: int) -> NDArray:
-    """Score with the MLP of `lenience fit`."""
+    """Score with the MLP of `lenience fit`, which standardises its inputs too."""
+    scale = StandardScaler().fit(inside.in_memory)
     labels, counts = map(torch.from_numpy, inside.weighted(None))
-    head = fit_mlp(torch.from_numpy(inside.in_memory), labels, counts, seed)
-    return head.logits(outside)
+    x = torch.from_numpy(scale.transform(inside.in_memory).astype(np.float32))
+    head = fit_mlp(x, labels, counts, seed)
+    return head.logits(scale.transform(outside).astype(np.float32))
 
 
 def by_transformer(layout: Layout) -> Scores:
@@ -165,7 +174,7 @@ def by_transformer(layout: Layout) -> Scores:
 
 
 def _trained(model: nn.Module, x: Tensor, known: Tensor, labels: Tensor) -> None:
-    """Train as `fit_mlp` does: AdamW on a one-cycle schedule."""
+    """Train by AdamW on a one-cycle schedule."""
     loss_of = nn.functional.binary_cross_entropy_with_logits
     optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.05)
     steps = EPOCHS * -(-len(x) // BATCH)
@@ -194,14 +203,30 @@ def out_of_fold(examples: Examples, kind: Scores, seed: int, what: str) -> NDArr
 
 def accepted(scores: NDArray, important: NDArray, recall: float) -> float:
     """Return the share of harmless mismatches at or above the threshold of a recall."""
-    ranks = scores.argsort().argsort() / len(scores)  # thresholds are below 1
+    ranks = _ranks(scores)
     kept = ranks[~important] >= threshold_at(ranks, important, recall)
     return float(kept.mean())
 
 
-def figures(examples: Examples, scores: NDArray) -> dict[str, Any]:
-    """Return AUC and shares accepted, with intervals over resampled samples."""
+def _ranks(scores: NDArray) -> NDArray:
+    """Return the ranks of scores in [0, 1), as thresholds are below 1."""
+    return scores.argsort().argsort() / len(scores)
+
+
+def figures(
+    examples: Examples, scores: NDArray, less: NDArray | None = None
+) -> dict[str, Any]:
+    """Return AUC and shares accepted, with intervals over resampled samples; minus those of the
+    scores `less`, if given."""
     important = ~examples.harmless
+
+    def shares(rows: NDArray) -> dict[str, float]:
+        of = _shares(scores[rows], important[rows])
+        if less is None:
+            return of
+        other = _shares(less[rows], important[rows])
+        return {name: value - other[name] for name, value in of.items()}
+
     rows_of = defaultdict(list)
     for row, sample in enumerate(examples.samples):
         rows_of[int(sample)].append(row)
@@ -211,14 +236,14 @@ def figures(examples: Examples, scores: NDArray) -> dict[str, Any]:
     for _ in range(RESAMPLES):
         picked = rng.integers(len(groups), size=len(groups))
         rows = np.concatenate([groups[i] for i in picked])
-        for name, value in _shares(scores[rows], important[rows]).items():
+        for name, value in shares(rows).items():
             drawn[name].append(value)
     return {
         name: {
             "value": value,
             "interval": np.percentile(drawn[name], [2.5, 97.5]).tolist(),
         }
-        for name, value in _shares(scores, important).items()
+        for name, value in shares(np.arange(len(scores))).items()
     }
 
 
@@ -246,7 +271,7 @@ class Swaps:
     def confirmed(self, important: bool) -> NDArray[np.bool_]:
         """Return True for labels that at least half of the continuations agree with."""
         agreeing = self.changed if important else self.known - self.changed
-        return 2 * agreeing >= self.known
+        return 2 * agreeing > self.known
 
     def to_json(self, important: bool) -> dict[str, Any]:
         counts = np.bincount(self.changed, minlength=int(self.known.max()) + 1)
@@ -259,33 +284,41 @@ class Swaps:
 
 
 def continued(
-    source: Mined, pair: Pair, folder: Path, important: bool, given: argparse.Namespace
+    source: Mined, pair: Pair, folder: Path, label: str, given: argparse.Namespace
 ) -> Swaps:
-    """Continue the important swaps of the first samples, or as many harmless ones, drawn at
-    random. `resample` continues what a run calls important, so the run of the harmless ones has
-    their labels exchanged."""
+    """Continue swaps of the first samples: "important" ones, "harmless" ones, or the target's own
+    tokens ("control"). `resample` continues what a run marks as important, so the runs of the last
+    two are changed."""
     records = source.first(folder, given.resampled)
-    if not important:
-        _exchange(folder, records)
-    samples = take(source.task, "train", None)
+    if label != "important":
+        change = _exchange if label == "harmless" else _own_tokens
+        change(records)
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / "journal.jsonl").write_text(text)
+    split = read_run(given.run).split
     own = {record["id"] for record in records}
-    chosen = [sample for sample in samples if sample.id in own]
+    chosen = [each for each in take(source.task, split, None) if each.id in own]
     most = source.task.max_new_tokens or 256
+    resampling = Resampling(given.times, most, 32)
     with progress_bars() as show:
-        resample(
-            pair, source.task, folder, chosen, Resampling(given.times, most, 32), show
-        )
-    found: dict[tuple[str, int], list[bool]] = defaultdict(list)
+        resample(pair, source.task, folder, chosen, resampling, show)
+    found: dict[tuple[str, int], list[bool]] = {}
+    for record in records:
+        for each in record["mismatches"]:
+            if each["important"]:
+                found[record["id"], each["position"]] = []
     for line in resamples(folder):
-        if line.same is not None:
-            found[line.id, line.position].append(not line.same)
-    changed = np.array([sum(each) for each in found.values()])
-    return Swaps(list(found), changed, np.array([len(each) for each in found.values()]))
+        key = (line.id, line.position)
+        if line.same is not None and key in found:
+            found[key].append(not line.same)
+    known = {key: each for key, each in found.items() if each}
+    changed = np.array([sum(each) for each in known.values()])
+    return Swaps(list(known), changed, np.array([len(each) for each in known.values()]))
 
 
-def _exchange(folder: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Call as many harmless mismatches important as there are important ones, and these
-    harmless."""
+def _exchange(records: Sequence[dict[str, Any]]) -> None:
+    """Exchange the labels: mark as many random harmless mismatches as important as there are
+    important ones, and all others as harmless."""
     mismatches = [each for record in records for each in record["mismatches"]]
     harmless = [i for i, each in enumerate(mismatches) if each["important"] is False]
     wanted = sum(each["important"] is True for each in mismatches)
@@ -294,11 +327,16 @@ def _exchange(folder: Path, records: Sequence[dict[str, Any]]) -> None:
         each["important"] = False
     for i in drawn:
         mismatches[i]["important"] = True
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    (folder / "journal.jsonl").write_text(text)
 
 
-def ceiling(
+def _own_tokens(records: Sequence[dict[str, Any]]) -> None:
+    """Put the target's own token in place of each drafted token."""
+    for record in records:
+        for each in record["mismatches"]:
+            each["draft_token"] = each["target_token"]
+
+
+def without_unconfirmed(
     run: Path, examples: Examples, scores: NDArray, swaps: Swaps, resampled: int
 ) -> dict[str, Any]:
     """Return what the MLP accepts if unconfirmed labels count, and if they do not."""
@@ -323,9 +361,10 @@ def ceiling(
         "important": int(important[part].sum()),
         "unconfirmed": float(unconfirmed[part & important].mean()),
     }
+    ranks = _ranks(scores[part])
     for recall in RECALLS:
-        bar = threshold_at(_ranks(scores[part]), important[part], recall)
-        missed = important[part] & (_ranks(scores[part]) >= bar)
+        threshold = threshold_at(ranks, important[part], recall)
+        missed = important[part] & (ranks >= threshold)
         sure = part & ~unconfirmed
         found[f"at {recall:g}"] = {
             "accepted": accepted(scores[part], important[part], recall),
@@ -336,10 +375,6 @@ def ceiling(
     return found
 
 
-def _ranks(scores: NDArray) -> NDArray:
-    return scores.argsort().argsort() / len(scores)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -347,7 +382,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     add_run(parser)
     parser.add_argument("--samples", type=int, default=1000)
-    parser.add_argument("--resampled", type=int, default=500)
+    parser.add_argument("--resampled", type=int, default=300)
     parser.add_argument("--times", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=2)
     layers_help = "layers of the target whose states are read, next to the final ones"
@@ -375,23 +410,28 @@ def main() -> None:
         "important": int((~examples.harmless).sum()),
         "heads": {},
     }
-    of_mlp = []
+    scores: dict[tuple[str, int], NDArray] = {}
     for name, kind in kinds.items():
         for seed in range(given.seeds):
-            scores = out_of_fold(examples, kind, seed, f"{name}, seed {seed}")
-            told["heads"][f"{name}, seed {seed}"] = figures(examples, scores)
+            head = f"{name}, seed {seed}"
+            scores[name, seed] = out_of_fold(examples, kind, seed, head)
+            told["heads"][head] = figures(examples, scores[name, seed])
             write_results(given.out / "next_judges.json", told)
-            of_mlp += [scores] if name == "mlp" else []
-    swaps = {
-        label: continued(source, pair, given.out / label, label == "important", given)
-        for label in ("important", "harmless")
-    }
+    told["more"] = [
+        figures(examples, scores["transformer", seed], scores["mlp", seed])
+        for seed in range(given.seeds)
+    ]
+    swaps = {}
+    for label in ("important", "harmless", "control"):
+        swaps[label] = continued(source, pair, given.out / label, label, given)
     told["labels"] = {
         label: found.to_json(label == "important") for label, found in swaps.items()
     }
-    told["ceiling"] = [
-        ceiling(run, examples, scores, swaps["important"], given.resampled)
-        for scores in of_mlp
+    told["without_unconfirmed"] = [
+        without_unconfirmed(
+            run, examples, scores["mlp", seed], swaps["important"], given.resampled
+        )
+        for seed in range(given.seeds)
     ]
     write_results(given.out / "next_judges.json", told)
     shutil.rmtree(run / "features")

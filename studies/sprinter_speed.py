@@ -4,22 +4,25 @@ that stop drafting, on any run's pair and task.
     python studies/sprinter_speed.py OUT [--samples 300] [--tau 1 1.2 1.5] [--threshold 0.5 0.8
     0.95] [--problems 100] [--turns 3] [--run RUN]
 
-The gates are trained as in `studies/sprinter.py`. `specdec` is SpecDec++'s head (`lenience fit RUN
---stop --tokens draft --weight 6`), and `entropy` is AdaEDL. All text is sampled at temperature 1.
-Prints, and writes to OUT/sprinter_speed.json and OUT/sprinter_speed.png:
+The gates are trained as in `studies/sprinter.py`. `specdec` is SpecDec++'s head: on the draft's
+state after its token, rejections weighted 6. It learns the probability that speculative sampling
+accepts the token, on the gates' texts. `entropy` is AdaEDL. All text is sampled at temperature 1.
+Writes OUT/sprinter_speed.json and OUT/sprinter_speed.png, and prints the last part:
 
 - `runs`: the draft samples 20 tokens after prefixes of the target's answers. A token x is
   acceptable if draft(x) / target(x) is at most tau. For each s, `passed` is the share of runs of s
-  acceptable tokens in which the gate passes every token, so that the target is not called. Theory
-  has it at TPR^s, where TPR is the share of single acceptable tokens that the gate passes.
-- `flops`: MFLOP until a run of 20 acceptable tokens is generated, by the paper's count of one
-  token of the target per call. Theory calls the target 20 (1 − TPR) times for a gate. Speculative
-  decoding reads all 20 tokens with the target.
+  acceptable tokens in which the gate passes every token, so that the target is not called. Its
+  interval is 95 % over resampled problems. The theory predicts TPR^s, where TPR is the share of
+  single acceptable tokens that the gate passes.
+- `flops`: MFLOP for a run of 20 acceptable tokens, by the paper's count of one token of the target
+  per call, at the mean length of the answers. The theory predicts 20 (1 − TPR) calls of the target
+  for a gate. Speculative decoding runs the target over all 20 tokens.
 - `latency`: predicted and measured tokens/s of each gate over those of speculative decoding with
-  the best window. Theory takes the seconds of a draft pass and of a target pass from a profile. A
-  gate makes N tokens in N draft passes and one target pass, where N = 1 / (1 − s) and s is the
-  share of tokens that the gate passes. Speculative decoding with a window w makes
-  (1 − alpha^(w+1)) / (1 − alpha) tokens in w draft passes and one target pass (Leviathan 2023).
+  the best window. The theory takes the seconds of a draft pass and of a target pass from a profile
+  of speculative decoding. A gate makes N tokens in N draft passes and one target pass, where
+  N = 1 / (1 − s) and s is the share of tokens that the gate passes. Speculative decoding with a
+  window w makes (1 − alpha^(w+1)) / (1 − alpha) tokens in w draft passes and one target pass
+  (Leviathan 2023).
 - `rows`: accuracy, tokens per pass, MFLOP per token and tokens/s of all decoders. Decoders take
   turns on the same prompts with the same seeds. `paired` has exact McNemar tests against
   speculative decoding with the best window.
@@ -52,10 +55,15 @@ from lenience.cli.console import with_bars
 from lenience.core.profile import Profile
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
-from lenience.heads.fitting import FitConfig
+from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Head, Inputs
+from lenience.models.flops import ReadingCost
+from lenience.models.lm import LM
+from lenience.runs.journal import Journal
+from lenience.runs.record import mined_samples
 from lenience.tasks import take
 from lenience.training.fit import HeadPlan, fit_run
+from lenience.training.stop_examples import gate_states
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from recording import write_results
@@ -69,6 +77,7 @@ WINDOWS = (2, 3, 4, 8)
 LONGEST = 16
 """Maximum window of the conditions that verify each token."""
 SEED = 1
+RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,8 @@ class Drafted:
     """[continuations, LENGTH, hidden]: the draft's states before each token."""
     alpha: float
     """Mean probability that speculative sampling accepts a token, 1 − TV."""
+    problems: NDArray[np.int64]
+    """[continuations]: the problem of each."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +102,20 @@ class GateRun:
     passed: NDArray[np.bool_]
     known: NDArray[np.bool_]
     """False after the end of an answer."""
+    problems: NDArray[np.int64]
+    """[continuations]: the problem of each."""
 
     @property
     def rates(self) -> dict[str, float]:
-        """Return the shares of tokens that the gate passes: acceptable, other, and all."""
+        """Return the shares of tokens that the gate passes: acceptable, other, and all. A share of
+        no tokens is 0."""
         good = self.acceptable & self.known
         other = ~self.acceptable & self.known
         return {
-            "tpr": float(self.passed[good].mean()),
-            "fpr": float(self.passed[other].mean()),
-            "passed": float(self.passed[self.known].mean()),
-            "acceptable": float(self.acceptable[self.known].mean()),
+            "tpr": _share(self.passed[good]),
+            "fpr": _share(self.passed[other]),
+            "passed": _share(self.passed[self.known]),
+            "acceptable": _share(self.acceptable[self.known]),
         }
 
     def by_length(self) -> list[dict[str, float]]:
@@ -111,17 +125,15 @@ class GateRun:
         rows = []
         for length in range(1, LENGTH + 1):
             runs = (self.acceptable & self.known)[:, :length].all(1)
-            whole = int(self.passed[runs, :length].all(1).sum())
-            n = int(runs.sum())
-            if not n:
+            if not runs.any():
                 break
-            interval = binomtest(whole, n).proportion_ci()
+            whole = self.passed[runs, :length].all(1)
             rows.append(
                 {
                     "length": length,
-                    "n": n,
-                    "passed": whole / n,
-                    "interval": [interval.low, interval.high],
+                    "n": int(runs.sum()),
+                    "passed": float(whole.mean()),
+                    "interval": _interval(whole, self.problems[runs]),
                     "theory": tpr**length,
                 }
             )
@@ -133,9 +145,23 @@ class GateRun:
         # [continuations]
         leading = (self.passed & self.known).cumprod(1).sum(1)
         lengths = self.known.sum(1)
-        share = self.rates["passed"]
+        share = min(self.rates["passed"], 1 - 1e-9)
         expected = share * (1 - share**lengths) / (1 - share)
         return {"passed": float(leading.mean()), "theory": float(expected.mean())}
+
+
+def _share(marks: NDArray[np.bool_]) -> float:
+    return float(marks.mean()) if marks.size else 0.0
+
+
+def _interval(marks: NDArray[np.bool_], problems: NDArray[np.int64]) -> list[float]:
+    """Return the 95 % interval of a share over resampled problems."""
+    groups = [marks[problems == problem] for problem in np.unique(problems)]
+    sums = np.array([[group.sum(), len(group)] for group in groups])
+    rng = np.random.default_rng(0)
+    drawn = sums[rng.integers(len(sums), size=(RESAMPLES, len(sums)))].sum(1)
+    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
+    return [float(low), float(high)]
 
 
 @torch.inference_mode()
@@ -148,9 +174,12 @@ def continuations(problems: Problems) -> Drafted:
     answers = pair.generate_batch(prompts, rule="target", **sampled)
     rng = np.random.default_rng(0)
     starts = []
-    for prompt, out in zip(prompts, answers):
-        for cut in rng.choice(len(out.tokens), POINTS):
+    numbers = []
+    for number, (prompt, out) in enumerate(zip(prompts, answers)):
+        points = min(POINTS, len(out.tokens))
+        for cut in rng.choice(len(out.tokens), points, replace=False):
             starts.append(prompt + out.tokens[:cut])
+            numbers.append(number)
     sampled["max_new_tokens"] = LENGTH
     outs = pair.generate_batch(starts, rule="draft", **sampled)
     rows = []
@@ -161,6 +190,7 @@ def continuations(problems: Problems) -> Drafted:
         np.stack([row[0] for row in rows]),
         torch.stack([row[1] for row in rows]),
         float(overlaps.mean()),
+        np.array(numbers),
     )
 
 
@@ -191,7 +221,7 @@ def gated(drafted: Drafted, head: Head, tau: float, threshold: float) -> GateRun
     known = np.isfinite(drafted.ratios)
     logits = head.logits(drafted.states.flatten(0, 1)).double()
     passed = (torch.sigmoid(logits) >= threshold).numpy().reshape(known.shape)
-    return GateRun(drafted.ratios <= tau, passed, known)
+    return GateRun(drafted.ratios <= tau, passed, known, drafted.problems)
 
 
 def trained(pair: Pair, run: Path, taus: Sequence[float]) -> dict[Path, Head]:
@@ -203,14 +233,24 @@ def trained(pair: Pair, run: Path, taus: Sequence[float]) -> dict[Path, Head]:
             inputs, run / f"gate-{tau:g}", FitConfig("adam", role="gate"), tau
         )
         gates[plan.out] = with_bars(fit_run, pair, run, plan)
-    config = FitConfig(role="stop", weight=6.0)
-    with_bars(
-        fit_run,
-        pair,
-        run,
-        HeadPlan(Inputs(("draft",), ("draft",)), run / "specdec", config),
-    )
+    specdec = _specdec(pair, run)
+    specdec.save(run / "specdec")
     return gates
+
+
+def _specdec(pair: Pair, run: Path) -> Head:
+    """Train SpecDec++'s head on the probabilities min(1, target(x) / draft(x)) of drawn tokens."""
+    inputs = Inputs(("draft",), ("draft",))
+    rows = gate_states(pair, mined_samples(Journal(run / "journal.jsonl")), inputs)
+    ratios = torch.cat([ratio for _, ratio in rows]).numpy()
+    examples = Examples(
+        torch.cat([x for x, _ in rows]).float().numpy(),
+        harmless=ratios <= 2,  # accepted more often than not
+        samples=np.repeat(np.arange(len(rows)), [len(x) for x, _ in rows]),
+        shares=np.minimum(1, 1 / ratios).astype(np.float32),
+    )
+    config = FitConfig(role="stop", weight=6.0)
+    return fit_head(examples, inputs, pair.fingerprints, config)
 
 
 def decoders(run: Path, gates: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -235,10 +275,13 @@ def raced(
 ) -> dict[str, dict[str, Any]]:
     """Decode all problems with each decoder in turns. A first turn on five problems warms up."""
     prompts = [sample.prompt for sample in problems.samples]
-    speeds: dict[str, list[float]] = {name: [] for name in asked}
+    names = list(asked)
+    timed: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     rows: dict[str, dict[str, Any]] = {}
     for turn in range(turns + 1):
-        for name in track(list(asked), f"turn {turn} of {turns}"):
+        first = turn * len(names) // (turns + 1)
+        order = names[first:] + names[:first]
+        for name in track(order, f"turn {turn} of {turns}"):
             options = {**problems.sampled, "seed": SEED, **asked[name]}
             profile = Profile()
             began = time.perf_counter()
@@ -248,35 +291,49 @@ def raced(
             ]
             seconds = time.perf_counter() - began
             if turn:
-                speeds[name].append(sum(len(out.tokens) for out in outs) / seconds)
-                rows[name] = _row(problems, outs, profile)
+                timed[name].append(_times(outs, profile, seconds))
+                rows[name] = _row(problems, outs)
     for name, row in rows.items():
-        row["tokens_per_second"] = median(speeds[name])
-        row["range"] = [min(speeds[name]), max(speeds[name])]
-    return rows
+        turned = timed[name]
+        row |= {key: median([each[key] for each in turned]) for key in turned[0]}
+        speeds = [each["tokens_per_second"] for each in turned]
+        row["range"] = [min(speeds), max(speeds)]
+    return {name: rows[name] for name in names}
 
 
-def _row(
-    problems: Problems, outs: Sequence[Generation], profile: Profile
-) -> dict[str, Any]:
+def _times(
+    outs: Sequence[Generation], profile: Profile, seconds: float
+) -> dict[str, float]:
+    """Return the speed of a turn, and the milliseconds of a draft pass, of a target pass and of
+    everything else in a cycle."""
+    drafted = sum(out.draft_passes for out in outs)
+    passes = sum(out.target_passes for out in outs)
+    of = profile.seconds
+    return {
+        "tokens_per_second": sum(len(out.tokens) for out in outs) / seconds,
+        "draft_ms": 1000 * of["draft"] / max(1, drafted),
+        "target_ms": 1000 * of["target"] / max(1, passes),
+        "other_ms": 1000
+        * (of["rule"] + of["cache"] + of["rest"])
+        / max(1, profile.cycles),
+    }
+
+
+def _row(problems: Problems, outs: Sequence[Generation]) -> dict[str, Any]:
     """Return the accuracy and the cost of answers to all problems."""
     correct = [
         problems.task.correct(out.text, sample)
         for out, sample in zip(outs, problems.samples)
     ]
     interval = binomtest(sum(correct), len(outs)).proportion_ci()
-    drafted = sum(out.draft_passes for out in outs)
-    passes = sum(out.target_passes for out in outs)
-    seconds = profile.seconds
-    others = seconds["rule"] + seconds["cache"] + seconds["rest"]
+    lengths = [len(out.prompt_tokens) + len(out.tokens) for out in outs]
     return {
         **cost(problems.pair, outs),
         "accuracy": sum(correct) / len(outs),
         "accuracy_interval": [interval.low, interval.high],
         "right": as_text(correct),
-        "draft_ms": 1000 * seconds["draft"] / max(1, drafted),
-        "target_ms": 1000 * seconds["target"] / max(1, passes),
-        "other_ms": 1000 * others / max(1, profile.cycles),
+        "mean_length": float(np.mean(lengths)),
+        "passes": sum(out.target_passes for out in outs),
     }
 
 
@@ -297,7 +354,7 @@ def latency(
     strict = (window * draft + target) / made
     found = {}
     for name, run in gates.items():
-        tokens = 1 / (1 - run.rates["passed"])
+        tokens = 1 / max(1e-9, 1 - run.rates["passed"])
         found[name] = {
             "predicted": strict / ((tokens * draft + target) / tokens),
             "measured": rows[name]["tokens_per_second"]
@@ -307,26 +364,32 @@ def latency(
 
 
 def flops_of_runs(
-    rows: Mapping[str, Mapping[str, Any]], gates: Mapping[str, GateRun]
+    pair: Pair, length: float, gates: Mapping[str, GateRun]
 ) -> dict[str, dict[str, float]]:
-    """Return the MFLOP until 20 acceptable tokens are generated, by the paper's count. `calls` of
-    the target are counted along runs of 20 acceptable tokens; theory has 20 (1 − TPR)."""
-    draft, target = (
-        LENGTH * rows[name]["mflops_as_paper"] for name in ("draft", "target")
-    )
-    found = {"speculative": {"theory": draft + target}}
+    """Return the MFLOP for 20 acceptable tokens in texts of a length, by the paper's count. `calls`
+    of the target are counted along runs of 20 acceptable tokens; the theory predicts
+    20 (1 − TPR)."""
+    draft, target = (_paper_mflops(lm, length) for lm in (pair.draft, pair.target))
+    found = {"speculative": {"theory": LENGTH * (draft + target)}}
     for name, run in gates.items():
         whole = (run.acceptable & run.known).all(1)
-        calls = float((~run.passed[whole]).sum(1).mean())
-        expected = LENGTH * (1 - run.rates["tpr"])
+        predicted = LENGTH * (1 - run.rates["tpr"])
         found[name] = {
-            "theory": draft + expected * target / LENGTH,
-            "measured": draft + calls * target / LENGTH,
-            "calls": calls,
-            "calls_in_theory": expected,
+            "theory": LENGTH * draft + predicted * target,
+            "calls_in_theory": predicted,
             "n": int(whole.sum()),
         }
+        if whole.any():
+            calls = float((~run.passed[whole]).sum(1).mean())
+            found[name] |= {"calls": calls, "measured": LENGTH * draft + calls * target}
     return found
+
+
+def _paper_mflops(lm: LM, length: float) -> float:
+    """Return the MFLOP of a pass over one token, the embedding counted as a product."""
+    reading = ReadingCost.of(lm)
+    assert reading is not None, "the cost of this model is unknown"
+    return (reading.read(1, round(length)) + reading.lookup) / 1e6
 
 
 def draw(told: Mapping[str, Any], path: Path) -> None:
@@ -372,7 +435,7 @@ def show(told: Mapping[str, Any]) -> None:
         table.add_row(
             name,
             f"{row['accuracy']:.1%}",
-            f"{row['tokens_per_pass']:.2f}",
+            f"{row['tokens_per_pass']:.2f}" if row["passes"] else "–",
             f"{row['mflops']:.1f}",
             f"{row['tokens_per_second']:.0f} ({low:.0f}–{high:.0f})",
         )
@@ -432,7 +495,7 @@ def main() -> None:
             }
             for name, gate in gates.items()
         },
-        "flops": flops_of_runs(rows, gates),
+        "flops": flops_of_runs(pair, rows["target"]["mean_length"], gates),
         "latency": latency(rows, gates, drafted.alpha),
         "rows": rows,
         "best_speculative": best,

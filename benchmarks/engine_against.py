@@ -1,0 +1,154 @@
+"""The engine's speed in this checkout against another checkout, on the built-in pair. Prints one
+JSON object.
+
+    git worktree add ../before COMMIT
+    python benchmarks/engine_against.py ../before [--turns 15] [--prompts 8]
+
+Each checkout has a process of its own. The processes take turns at the same few answers, so that
+both see the same machine. For each decoder, `ratio` is the median over turns of this checkout's
+tokens per second over the other's, with the 95 % interval of the median (order statistics). Both
+must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from recording import recorded
+from rich.progress import track
+from scipy.stats import binom
+
+ROOT = Path(__file__).parents[1]
+NEW = 160
+DECODERS: dict[str, dict[str, Any]] = {
+    "target": {"rule": "target"},
+    "exact, window 4": {"rule": "exact", "window": 4},
+    "exact, window 16": {"rule": "exact", "window": 16},
+    "exact, window 4, batch": {"rule": "exact", "window": 4, "batch_size": 8},
+    "exact, medusa": {"rule": "exact", "window": 3, "drafter": "medusa"},
+    "exact, ngram": {"rule": "exact", "window": 4, "drafter": "ngram"},
+    "exact, tree": {"rule": "exact", "window": 8, "tree": "dynamic:8"},
+    "topk:2": {"rule": "topk:2", "window": 8},
+    "judge": {"rule": "judge@0.99", "window": 8},
+    "speculative": {
+        "rule": "speculative",
+        "window": 4,
+        "temperature": 1.0,
+        "seed": 0,
+    },
+}
+"""Options of the compared decoders. Names and values exist in both checkouts."""
+
+
+def serve(prompts: int) -> None:
+    """Answer requests on the standard input: a decoder's name a line. The answer is a line with the
+    tokens, their digest and the seconds."""
+    from lenience import load_pair
+    from lenience.tasks import WordMath
+
+    pair = load_pair(compile=True)
+    texts = [sample.prompt for sample in islice(WordMath().samples("test"), prompts)]
+    for line in sys.stdin:
+        options = dict(DECODERS[line.strip()], max_new_tokens=NEW)
+        size = options.pop("batch_size", 1)
+        began = time.perf_counter()
+        outs = pair.generate_batch(texts, batch_size=size, **options)
+        seconds = time.perf_counter() - began
+        tokens = [list(out.tokens) for out in outs]
+        digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
+        told = {"tokens": sum(map(len, tokens)), "digest": digest, "seconds": seconds}
+        print(json.dumps(told), flush=True)
+
+
+class Checkout:
+    """A process that decodes with the code of a checkout."""
+
+    def __init__(self, folder: Path, prompts: int):
+        environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
+        command = [sys.executable, __file__, "--serve", "--prompts", str(prompts)]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            text=True,
+        )
+
+    def decode(self, name: str) -> dict[str, Any]:
+        """Decode the prompts. Raises SystemExit if the process has ended."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(name + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.process.args}: ended without an answer to {name}")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+def interval(ratios: list[float]) -> list[float]:
+    """Return the 95 % interval of the median, from order statistics."""
+    ranked = sorted(ratios)
+    n = len(ranked)
+    low = int(binom.ppf(0.025, n, 0.5))
+    return [ranked[max(0, low - 1)], ranked[min(n - 1, n - low)]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("other", type=Path, nargs="?", help="folder of the checkout")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        return serve(given.prompts)
+    if given.other is None or not (given.other / "src/lenience").is_dir():
+        parser.error(f"{given.other}: name the folder of another checkout")
+    checkouts = [Checkout(folder, given.prompts) for folder in (ROOT, given.other)]
+    rows = {}
+    for name in track(DECODERS, "decoders"):
+        warm = [checkout.decode(name) for checkout in checkouts]
+        ratios = []
+        for turn in range(given.turns):
+            # each checkout begins every other turn
+            order = (0, 1) if turn % 2 else (1, 0)
+            seconds = {which: checkouts[which].decode(name) for which in order}
+            ratios.append(seconds[1]["seconds"] / seconds[0]["seconds"])
+        rows[name] = {
+            "ratio": median(ratios),
+            "interval": interval(ratios),
+            "same_tokens": warm[0]["digest"] == warm[1]["digest"],
+            "tokens_per_second": warm[0]["tokens"] / warm[0]["seconds"],
+        }
+    for checkout in checkouts:
+        checkout.end()
+    revision = subprocess.run(
+        ["git", "-C", str(given.other), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    about = {"against": revision.stdout.strip(), "turns": given.turns}
+    print(json.dumps(recorded({**about, "rows": rows}), indent=1))
+
+
+if __name__ == "__main__":
+    main()
