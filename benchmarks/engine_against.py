@@ -4,10 +4,10 @@ JSON object.
     git worktree add ../before COMMIT
     python benchmarks/engine_against.py ../before [--turns 15] [--prompts 8]
 
-Each checkout has a process of its own. The processes take turns at the same few answers, so that
+Each checkout runs in its own process. The two processes decode the same prompts in turn, so that
 both see the same machine. For each decoder, `ratio` is the median over turns of this checkout's
-tokens per second over the other's, with the 95 % interval of the median (order statistics). Both
-must give the same tokens.
+tokens per second over the other's, with the 95 % interval of the median (order statistics).
+`same_tokens` is true if both gave the same tokens in every turn.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from statistics import median
 from typing import Any
 
 from recording import recorded
+from rich.console import Console
 from rich.progress import track
 from scipy.stats import binom
 
 ROOT = Path(__file__).parents[1]
-NEW = 160
+MAX_NEW_TOKENS = 160
+LEAST_TURNS = 6
+"""Fewest turns of which smallest and largest are a 95 % interval of the median."""
 DECODERS: dict[str, dict[str, Any]] = {
     "target": {"rule": "target"},
     "exact, window 4": {"rule": "exact", "window": 4},
@@ -51,15 +54,17 @@ DECODERS: dict[str, dict[str, Any]] = {
 
 
 def serve(prompts: int) -> None:
-    """Answer requests on the standard input: a decoder's name a line. The answer is a line with the
-    tokens, their digest and the seconds."""
+    """Answer requests on the standard input, one decoder name per line. The answer is a line with
+    the number of tokens, their digest and the seconds. The first line has the package's folder."""
+    import lenience
     from lenience import load_pair
     from lenience.tasks import WordMath
 
+    print(json.dumps({"package": lenience.__file__}), flush=True)
     pair = load_pair(compile=True)
     texts = [sample.prompt for sample in islice(WordMath().samples("test"), prompts)]
     for line in sys.stdin:
-        options = dict(DECODERS[line.strip()], max_new_tokens=NEW)
+        options = dict(DECODERS[line.strip()], max_new_tokens=MAX_NEW_TOKENS)
         size = options.pop("batch_size", 1)
         began = time.perf_counter()
         outs = pair.generate_batch(texts, batch_size=size, **options)
@@ -80,21 +85,29 @@ class Checkout:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             env=environment,
             text=True,
         )
+        package = Path(self._line("the start")["package"])
+        if not package.is_relative_to(folder.resolve()):
+            raise SystemExit(f"{folder}: its process imported {package}")
 
     def decode(self, name: str) -> dict[str, Any]:
         """Decode the prompts. Raises SystemExit if the process has ended."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
         self.process.stdin.write(name + "\n")
         self.process.stdin.flush()
+        answer = self._line(name)
+        answer["speed"] = answer["tokens"] / answer["seconds"]
+        return answer
+
+    def _line(self, what: str) -> dict[str, Any]:
+        assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.process.args}: ended without an answer to {name}")
-        told: dict[str, Any] = json.loads(line)
-        return told
+            raise SystemExit(f"{self.process.args}: ended at {what}")
+        found: dict[str, Any] = json.loads(line)
+        return found
 
     def end(self) -> None:
         self.process.terminate()
@@ -122,21 +135,27 @@ def main() -> None:
         return serve(given.prompts)
     if given.other is None or not (given.other / "src/lenience").is_dir():
         parser.error(f"{given.other}: name the folder of another checkout")
+    if given.turns < LEAST_TURNS:
+        parser.error(f"--turns {given.turns}: must be {LEAST_TURNS} or more")
     checkouts = [Checkout(folder, given.prompts) for folder in (ROOT, given.other)]
     rows = {}
-    for name in track(DECODERS, "decoders"):
-        warm = [checkout.decode(name) for checkout in checkouts]
-        ratios = []
+    for name in track(DECODERS, "decoders", console=Console(stderr=True)):
+        for checkout in checkouts:
+            checkout.decode(name)  # warms up
+        timed = []
         for turn in range(given.turns):
             # each checkout begins every other turn
             order = (0, 1) if turn % 2 else (1, 0)
-            seconds = {which: checkouts[which].decode(name) for which in order}
-            ratios.append(seconds[1]["seconds"] / seconds[0]["seconds"])
+            answers = {which: checkouts[which].decode(name) for which in order}
+            timed.append((answers[0], answers[1]))
+        ratios = [here["speed"] / other["speed"] for here, other in timed]
         rows[name] = {
             "ratio": median(ratios),
             "interval": interval(ratios),
-            "same_tokens": warm[0]["digest"] == warm[1]["digest"],
-            "tokens_per_second": warm[0]["tokens"] / warm[0]["seconds"],
+            "same_tokens": all(
+                here["digest"] == other["digest"] for here, other in timed
+            ),
+            "tokens_per_second": median([here["speed"] for here, _ in timed]),
         }
     for checkout in checkouts:
         checkout.end()

@@ -2,33 +2,38 @@
 have, each tried in a few lines on any run's pair.
 
     python studies/survey_trained.py OUT [--only sublayers kangaroo look_ahead online boost]
-    [--run RUN] [--samples 600] [--held-out 100] [--epochs 2]
+    [--run RUN] [--samples 600] [--held-out 100] [--epochs 4]
 
-Everything is read off the target's own greedy answers of the run. Where a draft predicts the next
-token of such an answer, strict decoding accepts it, and the draft's next context is the answer
-again. So the accepted tokens of each window follow from one forward pass, exactly. Writes
+All counts come from forward passes over the target's greedy answers of the run. Where a draft
+predicts the next token of such an answer, strict decoding accepts it, and the draft's next context
+is again a prefix of the answer. So the accepted tokens of each window follow exactly. Writes
 OUT/survey_trained.json and prints it:
 
 - `check`: tokens per pass of the pair's draft model by this count, and by `Pair.generate`;
 - `sublayers`: the target without some attention and MLP modules (Draft & Verify, Zhang 2023; SWIFT,
-  Xia 2025) against the target without whole layers. Both are found by the same greedy search.
-  `times` is the expected speed-up over the target alone, if a pass costs in proportion to the
-  parameters of the kept modules;
+  Xia 2025) against the target without whole layers. Both are found by the same greedy search on
+  training answers. `times` is the speed-up over the target alone at the best window, if a draft
+  pass costs its share of the parameters of all modules;
 - `kangaroo`: the target's first layers, frozen, and a trained layer after them (Kangaroo, Liu
-  2024). It stops drafting after a token with less than 0.6 of the probability. `times` counts the
-  frozen layers once, as the verification reuses them. Next to it, a cut draft with the same layers,
-  all trained, and the first layers alone (`exit:N`). The stop is read along the answer, also after
-  a rejected token;
+  2024). It stops drafting after a token with less than 0.6 of the probability. Next to it, a cut
+  draft with the same layers, all trained, and the first layers alone (`exit:N`). `times` counts
+  passes of layers. Drafting k tokens and verifying them takes k (first + 1) + depth passes for the
+  first two: verification reuses the first layers' states, but drafting does not compute those of
+  the last drafted token. The stop is read along the answer, also after a rejected token;
 - `look_ahead`: trained embeddings after the text, at which the target predicts later tokens in the
   same pass (PaSS, Monea 2023). `paper` needs a pass to draft and a pass to verify. `one_pass` has
-  look-ahead tokens after each drafted token, so that each pass verifies and drafts;
+  look-ahead tokens after the last and each drafted token, so that each pass verifies and drafts: it
+  runs over 25 tokens for four drafted ones;
 - `online`: a draft that learns during decoding (Online Speculative Decoding, Liu 2023). After every
-  eight answers it takes a step on the positions where it was rejected;
+  eight answers it takes a step on the tokens that were rejected. Measured on the last third of the
+  training answers, before it learns from them;
 - `boost`: a second draft, trained where the first one does not predict the whole window
   (SpecInfer, Miao 2024, adaptive boost-tuning). Both windows are verified together. Next to it are
   a second draft trained everywhere, and a second branch from the first draft's second choice.
 
-Intervals are 95 % over resampled held-out answers.
+Trained weights take --epochs epochs in batches of eight answers by AdamW, with a rate that falls to
+0; `steps` is the number of steps, and `by_epoch` the agreement on held-out answers after each
+epoch. All training answers' logits stay in memory. Intervals are 95 % over resampled answers.
 """
 
 from __future__ import annotations
@@ -37,7 +42,6 @@ import argparse
 import copy
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,23 +60,27 @@ from lenience.drafting.self_draft import take_apart
 from lenience.models.lm import LM
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples
-from lenience.training.skipping import worth
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from recording import write_results
 
 WINDOW = 4
-BATCH = 16
-RATE = 3e-4
-LOOK_AHEAD = 4
+BATCH = 8
+RATES = {"layers": 1e-3, "draft": 3e-4, "look-ahead": 2e-2}
+"""First learning rates: of layers of the target, of the pair's draft, and of look-ahead tokens. Not
+tuned."""
+LOOK_AHEAD = WINDOW
 """Number of look-ahead tokens."""
-LOOK_AHEAD_RATE = 1e-2
+PLACES = 32
+"""Number of random positions per training answer with look-ahead tokens."""
 CONFIDENT = 0.6
 """Probability below which Kangaroo stops drafting."""
 EVERY = 8
 """Number of answers between two steps of online distillation."""
 SEARCHED = 20
 """Number of answers on which modules to skip are searched."""
+OWN = 0.99
+"""Share of the answers' tokens that the target must predict itself."""
 RESAMPLES = 2000
 
 Answer = tuple[list[int], list[int]]
@@ -81,10 +89,10 @@ Answer = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Data:
-    """What drafters learn from and are measured on."""
+    """Training and held-out answers of a pair."""
 
     pair: Pair
-    learned: Sequence[Answer]
+    training: Sequence[Answer]
     held_out: Sequence[Answer]
     epochs: int
 
@@ -93,11 +101,12 @@ class Data:
         return self.pair.target
 
     @cached_property
-    def own(self) -> list[Tensor]:
-        """Return the target's logits [T, V] along the learned answers, in half precision."""
-        return [
-            logits.half() for logits in predictions(self.target.model, self.learned)
-        ]
+    def target_logits(self) -> list[Tensor]:
+        """Return the target's logits [T, V] along the training answers, in half precision."""
+        found: list[Tensor] = []
+        for batch in batches(self.training):
+            found += [logits.half() for logits in predictions(self.target.model, batch)]
+        return found
 
 
 # ---- counting
@@ -131,13 +140,14 @@ class Count:
         }
 
 
-def walk(runs: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> Count:
+def walk(runs: NDArray[np.int64], drafted: NDArray[np.int64] | int = WINDOW) -> Count:
     """Count one answer. `runs` [T] is the number of tokens that would be accepted of a window that
-    begins at each position; `drafted` [T] is the window's length, by default WINDOW."""
+    begins at each position; `drafted` is the number of drafted tokens, of all windows or [T]."""
+    lengths = np.broadcast_to(drafted, runs.shape)
     at = passes = total = 0
     while at < len(runs):
         passes += 1
-        total += WINDOW if drafted is None else int(drafted[at])
+        total += int(lengths[at])
         at += int(runs[at]) + 1
     return Count(np.array([[len(runs), passes, total]], float))
 
@@ -183,17 +193,16 @@ def agreeing(logits: Tensor, answer: Answer) -> NDArray[np.bool_]:
     return (logits.argmax(-1) == torch.tensor(answer[1])).numpy()
 
 
-def counted(model: nn.Module, answers: Sequence[Answer]) -> Count:
+def counted(model: nn.Module, answers: Sequence[Answer], window: int = WINDOW) -> Count:
     """Count strict decoding with a model as the draft."""
     return joined(
-        walk(leading(agreeing(logits, answer)))
+        walk(leading(agreeing(logits, answer), window), window)
         for logits, answer in zip(predictions(model, answers), answers)
     )
 
 
 def check(data: Data) -> dict[str, float]:
-    """Compare the count with the engine. The last window of an answer differs: the engine drafts
-    past its end."""
+    """Compare the count with the engine."""
     prompts = [prompt for prompt, _ in data.held_out]
     longest = max(len(answer) for _, answer in data.held_out)
     options = {"rule": "exact", "window": WINDOW, "max_new_tokens": longest}
@@ -213,35 +222,68 @@ def divergence(target: Tensor, draft: Tensor) -> Tensor:
     return (p.exp() * (p - draft.log_softmax(-1))).sum(-1)
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a training took, and its agreement on held-out answers after each epoch."""
+
+    steps: int
+    by_epoch: list[float]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"steps": self.steps, "by_epoch": self.by_epoch}
+
+
 def train(
     data: Data,
     model: nn.Module,
     weights: Sequence[nn.Parameter],
+    rate: float,
     chosen: Sequence[Tensor] | None = None,
-) -> None:
+) -> Trained:
     """Train some weights to predict as the target does along its answers. `chosen` has the
     positions to learn of each answer, [T] bool; by default all."""
     for weight in model.parameters():
         weight.requires_grad_(False)
     for weight in weights:
         weight.requires_grad_(True)
-    optimiser = torch.optim.AdamW(weights, RATE)
-    numbered = list(enumerate(data.learned))
-    steps = range(0, len(numbered), BATCH)
+    optimiser, schedule = _optimiser(data, weights, rate)
+    by_epoch = []
+    steps = 0
     for epoch in range(data.epochs):
-        order = np.random.default_rng(epoch).permutation(len(numbered))
-        for start in track(steps, f"epoch {epoch + 1}"):
-            picked = [numbered[i] for i in order[start : start + BATCH]]
-            answers = [answer for _, answer in picked]
+        for picked in track(_shuffled(data, epoch), f"epoch {epoch + 1}"):
+            logits = logits_of(model, [data.training[i] for i in picked])
             losses = []
-            for (i, _), theirs in zip(picked, logits_of(model, answers)):
+            for i, ours in zip(picked, logits):
                 kept = chosen[i] if chosen else slice(None)
-                losses.append(divergence(data.own[i][kept].float(), theirs[kept]))
+                target = data.target_logits[i][kept].float()
+                losses.append(divergence(target, ours[kept]))
             loss = torch.cat(losses)
             if len(loss):
                 loss.mean().backward()
                 optimiser.step()
                 optimiser.zero_grad()
+                steps += 1
+            schedule.step()
+        by_epoch.append(agreement(model, data.held_out))
+    return Trained(steps, by_epoch)
+
+
+def _shuffled(data: Data, epoch: int) -> list[NDArray[np.int64]]:
+    """Return the numbers of the training answers in each batch of an epoch."""
+    order = np.random.default_rng(epoch).permutation(len(data.training))
+    return [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
+
+
+def _optimiser(
+    data: Data, weights: Sequence[nn.Parameter], rate: float
+) -> tuple[Any, Any]:
+    """Return an optimiser, and a schedule that warms up for a tenth of the steps and falls to 0."""
+    optimiser = torch.optim.AdamW(weights, rate, weight_decay=0.0)
+    steps = data.epochs * -(-len(data.training) // BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimiser, rate, total_steps=steps + 1, pct_start=0.1
+    )
+    return optimiser, schedule
 
 
 # ---- attention and MLP modules apart
@@ -259,11 +301,11 @@ class Silent(nn.Module):
         return (zeros, None) if self.attention else zeros
 
 
-Module = tuple[int, str]
+SubLayer = tuple[int, str]
 """A layer and the name of one of its modules."""
 
 
-def kept_modules(target: LM, left_out: Sequence[Module]) -> nn.Module:
+def kept_modules(target: LM, left_out: Sequence[SubLayer]) -> nn.Module:
     """Return the target without some modules, on the same weights."""
     whole = target.model
     memo = {id(each): each for each in (*whole.parameters(), *whole.buffers())}
@@ -274,40 +316,61 @@ def kept_modules(target: LM, left_out: Sequence[Module]) -> nn.Module:
     return model
 
 
-def searched(data: Data, groups: Sequence[tuple[Module, ...]]) -> list[dict[str, Any]]:
+def searched(data: Data, groups: Sequence[tuple[SubLayer, ...]]) -> dict[str, Any]:
     """Leave out one group of modules after another, each time the one that costs least agreement.
-    Return the best set of each size."""
+    Return the best set by its speed-up on the searched answers, measured on held-out ones, and the
+    sets of all sizes."""
     layers = data.target.blocks(data.target.model)
     sizes = {}
     for group in groups:
         for layer, name in group:
             module = getattr(layers[layer], name)
             sizes[layer, name] = sum(weight.numel() for weight in module.parameters())
-    total = sum(sizes.values())
-    tried = data.learned[:SEARCHED]
-    left_out: list[tuple[Module, ...]] = []
-    found = []
+    tried = data.training[:SEARCHED]
+    left_out: list[tuple[SubLayer, ...]] = []
+    rows = []
     while len(left_out) < len(groups) - 1:
         agreements = {}
         for group in track([g for g in groups if g not in left_out], "modules"):
             flat = [module for chosen in (*left_out, group) for module in chosen]
             agreements[group] = agreement(kept_modules(data.target, flat), tried)
         left_out.append(max(agreements, key=lambda group: agreements[group]))
-        flat = [module for chosen in left_out for module in chosen]
-        model = kept_modules(data.target, flat)
-        share = agreement(model, data.held_out)
-        cost = 1 - sum(sizes[module] for module in flat) / total
-        times, window = worth(share, cost)
-        found.append(
-            {
-                "left_out": [f"{name} {layer + 1}" for layer, name in sorted(flat)],
-                "cost": cost,
-                "agreement": share,
-                "times": times,
-                "window": window,
-            }
-        )
-    return found
+        flat = sorted(module for chosen in left_out for module in chosen)
+        cost = 1 - sum(sizes[module] for module in flat) / sum(sizes.values())
+        times, window = _best_window(kept_modules(data.target, flat), cost, tried)
+        rows.append({"left_out": flat, "cost": cost, "window": window, "times": times})
+    best = max(rows, key=lambda row: row["times"])
+    model = kept_modules(data.target, best["left_out"])
+    measured = {
+        "agreement": agreement(model, data.held_out),
+        **_times(model, best["cost"], best["window"], data.held_out),
+    }
+    return {"best": best, "held_out": measured, "searched": rows}
+
+
+def _best_window(
+    model: nn.Module, cost: float, answers: Sequence[Answer]
+) -> tuple[float, int]:
+    """Return the largest speed-up and its window."""
+    found = [
+        (_times(model, cost, window, answers)["times"], window)
+        for window in range(1, 2 * WINDOW + 1)
+    ]
+    return max(found)
+
+
+def _times(
+    model: nn.Module, cost: float, window: int, answers: Sequence[Answer]
+) -> dict[str, Any]:
+    """Return the speed-up over the target alone with a draft whose pass costs `cost` target passes,
+    with its interval."""
+    count = counted(model, answers, window)
+    scale = cost * window + 1
+    low, high = count.to_json()["interval"]
+    return {
+        "times": count.tokens_per_pass / scale,
+        "interval": [low / scale, high / scale],
+    }
 
 
 def agreement(model: nn.Module, answers: Sequence[Answer]) -> float:
@@ -323,13 +386,9 @@ def sublayers(data: Data) -> dict[str, Any]:
     """Search modules and whole layers to skip."""
     layers = range(data.target.num_layers)
     both = ("self_attn", "mlp")
-    apart = searched(data, [((i, name),) for i in layers for name in both])
-    whole = searched(data, [tuple((i, name) for name in both) for i in layers])
     return {
-        "modules": apart,
-        "layers": whole,
-        "best_modules": max(apart, key=lambda row: row["times"]),
-        "best_layers": max(whole, key=lambda row: row["times"]),
+        "modules": searched(data, [((i, name),) for i in layers for name in both]),
+        "layers": searched(data, [tuple((i, name) for name in both) for i in layers]),
     }
 
 
@@ -348,18 +407,17 @@ def kangaroo(data: Data) -> list[dict[str, Any]]:
             lm = take_apart(data.target, dropped)
             model = copy.deepcopy(lm.model).float()
             adapter = lm.blocks(model)[-1]
-            trained = adapter if name == "kangaroo" else model
-            train(data, model, list(trained.parameters()))
-            rows.append(_kangaroo_row(data, model, name, first, depth))
-        exit_alone = take_apart(data.target, range(first + 1, depth + 1)).model
-        rows.append(_kangaroo_row(data, exit_alone, "exit", first, depth))
+            part = adapter if name == "kangaroo" else model
+            trained = train(data, model, list(part.parameters()), RATES["layers"])
+            row = _early(data, model, first + 1)
+            rows.append({"name": name, "first": first, **row, **trained.to_json()})
+        alone = take_apart(data.target, range(first + 1, depth + 1)).model
+        rows.append({"name": "exit", "first": first, **_early(data, alone, first)})
     return rows
 
 
-def _kangaroo_row(
-    data: Data, model: nn.Module, name: str, first: int, depth: int
-) -> dict[str, Any]:
-    """Count a draft with its stop, and estimate its speed-up by layers."""
+def _early(data: Data, model: nn.Module, layers: int) -> dict[str, Any]:
+    """Count a draft of some layers with its stop."""
     counts = []
     for logits, answer in zip(predictions(model, data.held_out), data.held_out):
         sure = (logits.softmax(-1).amax(-1) >= CONFIDENT).numpy()
@@ -368,12 +426,9 @@ def _kangaroo_row(
         runs = np.minimum(leading(agreeing(logits, answer)), drafted)
         counts.append(walk(runs, drafted))
     count = joined(counts)
-    layers = first + (name != "exit")
-    reused = 0 if name == "cut" else first
-    cost = (count.drafted_per_pass * layers + depth - reused) / depth
+    depth = data.target.num_layers
+    cost = (count.drafted_per_pass * layers + depth) / depth
     return {
-        "name": name,
-        "first": first,
         "agreement": agreement(model, data.held_out),
         "times": count.tokens_per_pass / cost,
         **count.to_json(),
@@ -410,18 +465,19 @@ class Ahead:
         return out.logits[0, n:].view(m, LOOK_AHEAD, -1)
 
     def mask(self) -> Tensor:
-        """Return which tokens attend to which, [1, 1, n + m L, n + m L] bool: text to earlier text,
-        a look-ahead token to the text up to its place and to earlier tokens of its group."""
+        """Return what is added to attention, [1, 1, n + m L, n + m L]: 0 from text to earlier text,
+        and from a look-ahead token to the text up to its place and to earlier tokens of its group;
+        −inf elsewhere."""
         n = self.ids.shape[1]
         m = len(self.places)
         size = n + m * LOOK_AHEAD
-        mask = torch.zeros(size, size, dtype=torch.bool)
-        mask[:n, :n] = torch.ones(n, n, dtype=torch.bool).tril()
+        seen = torch.zeros(size, size, dtype=torch.bool)
+        seen[:n, :n] = torch.ones(n, n, dtype=torch.bool).tril()
         upto = torch.arange(n)[None] <= self.places[:, None]
-        mask[n:, :n] = upto.repeat_interleave(LOOK_AHEAD, 0)
+        seen[n:, :n] = upto.repeat_interleave(LOOK_AHEAD, 0)
         group = torch.ones(LOOK_AHEAD, LOOK_AHEAD, dtype=torch.bool).tril()
-        mask[n:, n:] = torch.block_diag(*[group] * m).bool()
-        return mask[None, None]
+        seen[n:, n:] = torch.block_diag(*[group] * m).bool()
+        return torch.zeros(size, size).masked_fill(~seen, -torch.inf)[None, None]
 
 
 def look_ahead(data: Data) -> dict[str, Any]:
@@ -431,26 +487,32 @@ def look_ahead(data: Data) -> dict[str, Any]:
         weight.requires_grad_(False)
     mean = lm.model.get_input_embeddings().weight.mean(0)
     embeddings = nn.Parameter(mean.repeat(LOOK_AHEAD, 1).clone())
-    optimiser = torch.optim.AdamW([embeddings], LOOK_AHEAD_RATE, weight_decay=0.0)
+    optimiser, schedule = _optimiser(data, [embeddings], RATES["look-ahead"])
+    rng = np.random.default_rng(0)
+    losses = []
     for epoch in range(data.epochs):
-        order = np.random.default_rng(epoch).permutation(len(data.learned))
-        for number, i in enumerate(track(order, f"look-ahead, epoch {epoch + 1}")):
-            loss = _ahead_loss(lm, embeddings, data.learned[i])
-            loss.backward()
-            if number % BATCH == BATCH - 1:
-                optimiser.step()
-                optimiser.zero_grad()
-    two_passes, one_pass = [], []
-    shares = []
-    for prompt, answer in track(data.held_out, "look-ahead, held out"):
-        same = _ahead_right(lm, embeddings.detach(), (prompt, answer))
-        shares.append(same)
-        runs = same.cumprod(1).sum(1)
-        one_pass.append(walk(runs))
+        total = 0.0
+        for picked in track(_shuffled(data, epoch), f"look-ahead, epoch {epoch + 1}"):
+            for i in picked:
+                loss = _ahead_loss(lm, embeddings, data.training[i], rng)
+                (loss / len(picked)).backward()
+                total += float(loss)
+            optimiser.step()
+            optimiser.zero_grad()
+            schedule.step()
+        losses.append(total / len(data.training))
+    two_passes, one_pass, rights = [], [], []
+    for answer in track(data.held_out, "look-ahead, held out"):
+        right = _ahead_right(lm, embeddings.detach(), answer)
+        # row 0 has no pass before it, and the last rows lack some tokens
+        rights.append(right[1 : len(right) - LOOK_AHEAD + 1])
+        runs = right.cumprod(1).sum(1)
+        one_pass.append(walk(runs, LOOK_AHEAD))
         two_passes.append(_two_passes(runs))
-    rights = np.concatenate([same[:-LOOK_AHEAD] for same in shares if len(same) > 4])
     return {
-        "right": rights.mean(0).tolist(),
+        "right": np.concatenate(rights).mean(0).tolist(),
+        "loss_by_epoch": losses,
+        "steps": data.epochs * len(_shuffled(data, 0)),
         "paper": joined(two_passes).to_json(),
         "one_pass": joined(one_pass).to_json(),
     }
@@ -470,13 +532,17 @@ def _ahead(prompt: list[int], answer: list[int]) -> tuple[Ahead, Tensor]:
     return Ahead(ids, places), wanted
 
 
-def _ahead_loss(lm: LM, embeddings: Tensor, answer: Answer) -> Tensor:
+def _ahead_loss(
+    lm: LM, embeddings: Tensor, answer: Answer, rng: np.random.Generator
+) -> Tensor:
+    """Return the cross-entropy at some random positions of an answer."""
     ahead, wanted = _ahead(*answer)
-    logits = ahead.logits(lm, embeddings)
-    loss = nn.functional.cross_entropy(
-        logits.flatten(0, 1), wanted.flatten(), ignore_index=-1
+    n = len(ahead.places)
+    some = torch.from_numpy(rng.choice(n, min(PLACES, n), replace=False))
+    logits = Ahead(ahead.ids, ahead.places[some]).logits(lm, embeddings)
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), wanted[some].flatten(), ignore_index=-1
     )
-    return loss / BATCH
 
 
 @torch.no_grad()
@@ -497,10 +563,12 @@ def _two_passes(runs: NDArray[np.int64]) -> Count:
     verifies them and adds a token."""
     at = passes = total = 0
     while at < len(runs):
-        after = min(at + 1, len(runs) - 1)  # the target's own token comes first
-        passes += 2
-        total += LOOK_AHEAD
-        at += 1 + int(runs[after]) + 1
+        passes += 1
+        at += 1  # the target's own token
+        if at < len(runs):
+            passes += 1
+            total += LOOK_AHEAD
+            at += int(runs[at]) + 1
     return Count(np.array([[len(runs), passes, total]], float))
 
 
@@ -508,60 +576,67 @@ def _two_passes(runs: NDArray[np.int64]) -> Count:
 
 
 def online(data: Data) -> list[dict[str, Any]]:
-    """Decode the learned answers in order with drafts that learn meanwhile, and without."""
+    """Decode the training answers in order with drafts that learn meanwhile, and without."""
     target = data.target
-    cut = range(2, target.num_layers)
     drafts = {
-        "model": data.pair.draft.model,
-        "cut, untrained": take_apart(target, cut).model,
+        "model": (data.pair.draft.model, RATES["draft"]),
+        "cut, untrained": (
+            take_apart(target, range(2, target.num_layers)).model,
+            RATES["layers"],
+        ),
     }
     rows = []
-    for name, draft in drafts.items():
-        frozen = counted(draft, data.learned)
-        counts, seconds, training = _online(data, copy.deepcopy(draft).float())
-        tail = len(data.learned) * 2 // 3
+    tail = len(data.training) * 2 // 3
+    for name, (draft, rate) in drafts.items():
+        frozen = counted(draft, data.training).each[tail:]
+        learning = _online(data, copy.deepcopy(draft).float(), rate).each[tail:]
         rows.append(
             {
                 "draft": name,
-                "answers": len(data.learned),
-                "frozen": Count(frozen.each[tail:]).to_json(),
-                "online": Count(counts.each[tail:]).to_json(),
-                "more": _more(counts.each[tail:], frozen.each[tail:]),
-                "seconds": seconds,
-                "training_seconds": training,
+                "answers": len(data.training),
+                "frozen": Count(frozen).to_json(),
+                "online": Count(learning).to_json(),
+                "more": _more(learning, frozen),
             }
         )
     return rows
 
 
-def _online(data: Data, draft: nn.Module) -> tuple[Count, float, float]:
-    """Return the counts of the answers, and the seconds of everything and of the training."""
+def _online(data: Data, draft: nn.Module, rate: float) -> Count:
+    """Count answers, each before the draft learns from it."""
     weights = list(draft.parameters())
     for weight in weights:
         weight.requires_grad_(True)
-    optimiser = torch.optim.AdamW(weights, RATE)
+    optimiser = torch.optim.AdamW(weights, rate, weight_decay=0.0)
     counts = []
-    training = 0.0
-    len(data.own)  # the target's logits are known from its passes
-    began = time.perf_counter()
-    for start in track(range(0, len(data.learned), EVERY), "online"):
-        answers = data.learned[start : start + EVERY]
-        rejected = []
-        for logits, answer in zip(predictions(draft, answers), answers):
-            same = agreeing(logits, answer)
-            rejected.append(torch.from_numpy(~same))
-            counts.append(walk(leading(same)))
-        before = time.perf_counter()
-        own = data.own[start : start + EVERY]
-        losses = [
-            divergence(ours[wrong].float(), theirs[wrong])
-            for ours, theirs, wrong in zip(own, logits_of(draft, answers), rejected)
-        ]
-        torch.cat(losses).mean().backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        training += time.perf_counter() - before
-    return joined(counts), time.perf_counter() - began, training
+    for start in track(range(0, len(data.training), EVERY), "online"):
+        answers = data.training[start : start + EVERY]
+        losses = []
+        target = data.target_logits[start : start + EVERY]
+        for logits, own, answer in zip(logits_of(draft, answers), target, answers):
+            runs = leading(agreeing(logits.detach(), answer))
+            counts.append(walk(runs))
+            rejected = _rejected(runs)
+            losses.append(divergence(own[rejected].float(), logits[rejected]))
+        loss = torch.cat(losses)
+        if len(loss):
+            loss.mean().backward()
+            optimiser.step()
+            optimiser.zero_grad()
+    return joined(counts)
+
+
+def _rejected(runs: NDArray[np.int64]) -> list[int]:
+    """Return the positions of the tokens that strict decoding rejects."""
+    found = []
+    at = 0
+    while at < len(runs):
+        accepted = int(runs[at])
+        at += accepted
+        if accepted < WINDOW and at < len(runs):
+            found.append(at)
+        at += 1  # the target's token
+    return found
 
 
 def _more(first: NDArray[np.float64], second: NDArray[np.float64]) -> dict[str, Any]:
@@ -585,41 +660,41 @@ def boost(data: Data) -> dict[str, Any]:
     """Train a second draft on what the first one fails at, and count both together."""
     first = data.pair.draft.model
     missed = []
-    for logits, answer in zip(predictions(first, data.learned), data.learned):
+    for logits, answer in zip(predictions(first, data.training), data.training):
         runs = leading(agreeing(logits, answer))
         whole = np.minimum(WINDOW, len(runs) - np.arange(len(runs)))
         missed.append(torch.from_numpy(runs < whole))
-    seconds = {}
+    own = [
+        leading(agreeing(logits, answer))
+        for logits, answer in zip(predictions(first, data.held_out), data.held_out)
+    ]
+    branches = joined(
+        walk(np.maximum(runs, _second_branch(logits, answer)), 2 * WINDOW)
+        for runs, logits, answer in zip(
+            own, predictions(first, data.held_out), data.held_out
+        )
+    )
+    results: dict[str, Any] = {
+        "missed": float(torch.cat(missed).float().mean()),
+        "first": joined(map(walk, own)).to_json(),
+        "second branch": branches.to_json(),
+    }
     for name, chosen in (("boosted", missed), ("everywhere", None)):
         model = copy.deepcopy(first).float()
-        train(data, model, list(model.parameters()), chosen)
-        seconds[name] = predictions(model, data.held_out)
-    own = predictions(first, data.held_out)
-    singles, branches = [], []
-    pairs: dict[str, list[Count]] = {name: [] for name in seconds}
-    alone: dict[str, list[Count]] = {name: [] for name in seconds}
-    for i, answer in enumerate(data.held_out):
-        runs = leading(agreeing(own[i], answer))
-        singles.append(walk(runs))
-        branches.append(walk(np.maximum(runs, _second_branch(own[i], answer))))
-        for name, logits in seconds.items():
-            other = leading(agreeing(logits[i], answer))
-            alone[name].append(walk(other))
-            pairs[name].append(walk(np.maximum(runs, other)))
-    base = joined(branches)
-    return {
-        "first": joined(singles).to_json(),
-        "second branch": base.to_json(),
-        **{
-            name: {
-                "alone": joined(alone[name]).to_json(),
-                "with the first": joined(pairs[name]).to_json(),
-                "over the second branch": _more(joined(pairs[name]).each, base.each),
-            }
-            for name in seconds
-        },
-        "missed": float(torch.cat(missed).float().mean()),
-    }
+        weights = list(model.parameters())
+        trained = train(data, model, weights, RATES["draft"], chosen)
+        other = [
+            leading(agreeing(logits, answer))
+            for logits, answer in zip(predictions(model, data.held_out), data.held_out)
+        ]
+        both = joined(walk(np.maximum(*runs), 2 * WINDOW) for runs in zip(own, other))
+        results[name] = {
+            "alone": joined(map(walk, other)).to_json(),
+            "with the first": both.to_json(),
+            "over the second branch": _more(both.each, branches.each),
+            **trained.to_json(),
+        }
+    return results
 
 
 def _second_branch(logits: Tensor, answer: Answer) -> NDArray[np.int64]:
@@ -657,7 +732,7 @@ def main() -> None:
     samples_help = "number of mined answers that drafts learn from"
     parser.add_argument("--samples", type=int, default=600, help=samples_help)
     parser.add_argument("--held-out", type=int, default=100)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=4)
     given = parser.parse_args()
     torch.manual_seed(0)
     source = mined(given.run)
@@ -668,11 +743,17 @@ def main() -> None:
         if sample.response_ids
     ]
     held_out = answers[-given.held_out :]
-    learned = answers[: -given.held_out][: given.samples]
-    data = Data(pair, learned, held_out, given.epochs)
+    training = answers[: -given.held_out][: given.samples]
+    data = Data(pair, training, held_out, given.epochs)
+    own = agreement(pair.target.model, held_out)
+    if own < OWN:
+        raise SystemExit(
+            f"{given.run}: its answers are not the target's own greedy ones ({own:.0%} of the "
+            "tokens agree)"
+        )
     given.out.mkdir(parents=True, exist_ok=True)
     told: dict[str, Any] = {
-        "learned": len(learned),
+        "training": len(training),
         "held_out": len(held_out),
         "window": WINDOW,
         "epochs": given.epochs,
