@@ -93,7 +93,12 @@ class Context:
     @property
     def is_mixed(self) -> bool:
         """Return True if rows name sampling parameters of their own."""
-        return not self.is_group and any(row.sampling for row in self.rows)
+        if self.is_group:
+            return False
+        for row in self.rows:
+            if row.sampling is not None:
+                return True
+        return False
 
     @property
     def processes(self) -> bool:

@@ -19,7 +19,6 @@ from lenience.decoding.response import Response
 from lenience.decoding.soundness import (
     check_target,
     cut_non_finite,
-    have_finite_max,
     warn_of_non_finite,
 )
 from lenience.drafting.trees.judging import judge_trees
@@ -187,13 +186,13 @@ def _decide(session: Session, rule: Rule, read: Read) -> list[Verdict]:
     reading = read.reading
     assert reading is not None
     raw = reading.logits
-    sound = to_host_async(have_finite_max(reading.logits))
+    best = to_host_async(reading.logits.amax(-1))
     if ctx.processes and draft.parents is None:
         reading = replace(reading, logits=ctx.process(raw, draft.tokens))
     session.profile.add("rest")
     decide = rule if draft.parents is None else partial(judge_trees, rule)
     verdicts = decide(draft, reading, ctx)
-    check_target(sound, verdicts, [row.prefix for row in ctx.rows], session.lm)
+    check_target(best, verdicts, [row.prefix for row in ctx.rows], session.lm)
     if ctx.logprobs:
         verdicts = [
             _with_logprobs(verdict, row, ctx.alternatives)

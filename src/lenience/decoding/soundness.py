@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -41,8 +42,8 @@ def check_states(states: Tensor, what: str) -> None:
         raise RunError(f"{what}: its hidden states are NaN or infinite; {CAUSES}")
 
 
-Flags = Callable[[], list[Any]]
-"""Function that returns booleans of a device as a list, called after a synchronisation that happens
+Numbers = Callable[[], list[Any]]
+"""Function that returns numbers of a device as a list, called after a synchronisation that happens
 anyway."""
 
 
@@ -51,7 +52,10 @@ def cut_non_finite(draft: Draft) -> Draft:
     token. `Draft.cut` then returns which rows were cut."""
     if draft.logits is None or not draft.width:
         return draft
-    sound = have_finite_max(draft.logits)  # [B, W]
+    best = draft.logits.amax(-1)  # [B, W]
+    if looks_cheaply(best) and all(map(math.isfinite, best.flatten().tolist())):
+        return draft
+    sound = best.isfinite()
     broken = ~sound & draft.proposed  # [B, W]
     cut = broken.any(1)
     if looks_cheaply(cut) and not cut.any():
@@ -76,7 +80,7 @@ def cut_non_finite(draft: Draft) -> Draft:
     )
 
 
-def warn_of_non_finite(cut: Flags | None, lm: LM) -> None:
+def warn_of_non_finite(cut: Numbers | None, lm: LM) -> None:
     """Warn, once per target, that windows of its drafter were cut."""
     if cut is not None and any(cut()):
         lm.once("non-finite drafter", lambda: warnings.warn(_told(lm), stacklevel=6))
@@ -90,15 +94,18 @@ def _told(lm: LM) -> str:
 
 
 def check_target(
-    sound: Flags, verdicts: Sequence[Verdict], prefixes: Sequence[Sequence[int]], lm: LM
+    best: Numbers,
+    verdicts: Sequence[Verdict],
+    prefixes: Sequence[Sequence[int]],
+    lm: LM,
 ) -> None:
-    """Raise RunError if a verdict depends on non-finite logits. `sound` returns [B, W + 1]: True
-    for each state whose logits have a finite maximum."""
-    for row, verdict, prefix in zip(sound(), verdicts, prefixes):
-        if all(row):
+    """Raise RunError if a verdict depends on non-finite logits. `best` returns [B, W + 1]: the
+    maximum of each state's logits."""
+    for row, verdict, prefix in zip(best(), verdicts, prefixes):
+        if all(map(math.isfinite, row)):
             continue
         for state in (0, *(node + 1 for node in verdict.path)):
-            if verdict.read and not row[state]:
+            if verdict.read and not math.isfinite(row[state]):
                 raise RunError(
                     f"{lm.role} {lm.name!r}: its logits are NaN or infinite at position "
                     f"{len(prefix) + state}; {CAUSES} (try dtype float32)"

@@ -288,7 +288,8 @@ class GraphCache:
     def gather(self, row: int, start: int, columns: list[int]) -> None:
         kept = slice(start, start + len(columns))
         states = self.states[:, row]
-        states[self._places, :, kept] = states[self._places][:, :, columns]
+        # few columns of all layers are copied, not all columns of few layers
+        states[self._places, :, kept] = states[:, :, columns][self._places]
         features = self._memory.features
         if not self._shares:
             features[row, kept] = features[row, columns]
