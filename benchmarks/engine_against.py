@@ -122,6 +122,25 @@ def interval(ratios: list[float]) -> list[float]:
     return [ranked[max(0, low - 1)], ranked[min(n - 1, n - low)]]
 
 
+def compare(checkouts: list[Checkout], name: str, turns: int) -> dict[str, Any]:
+    """Return the speeds of a decoder in two checkouts, after a warm-up."""
+    for checkout in checkouts:
+        checkout.decode(name)
+    timed = []
+    for turn in range(turns):
+        # each checkout begins every other turn
+        order = (0, 1) if turn % 2 else (1, 0)
+        answers = {which: checkouts[which].decode(name) for which in order}
+        timed.append((answers[0], answers[1]))
+    ratios = [here["speed"] / other["speed"] for here, other in timed]
+    return {
+        "ratio": median(ratios),
+        "interval": interval(ratios),
+        "same_tokens": all(here["digest"] == other["digest"] for here, other in timed),
+        "tokens_per_second": median([here["speed"] for here, _ in timed]),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -140,23 +159,7 @@ def main() -> None:
     checkouts = [Checkout(folder, given.prompts) for folder in (ROOT, given.other)]
     rows = {}
     for name in track(DECODERS, "decoders", console=Console(stderr=True)):
-        for checkout in checkouts:
-            checkout.decode(name)  # warms up
-        timed = []
-        for turn in range(given.turns):
-            # each checkout begins every other turn
-            order = (0, 1) if turn % 2 else (1, 0)
-            answers = {which: checkouts[which].decode(name) for which in order}
-            timed.append((answers[0], answers[1]))
-        ratios = [here["speed"] / other["speed"] for here, other in timed]
-        rows[name] = {
-            "ratio": median(ratios),
-            "interval": interval(ratios),
-            "same_tokens": all(
-                here["digest"] == other["digest"] for here, other in timed
-            ),
-            "tokens_per_second": median([here["speed"] for here, _ in timed]),
-        }
+        rows[name] = compare(checkouts, name, given.turns)
     for checkout in checkouts:
         checkout.end()
     revision = subprocess.run(

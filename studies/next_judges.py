@@ -283,25 +283,38 @@ class Swaps:
         }
 
 
-def continued(
-    source: Mined, pair: Pair, folder: Path, label: str, given: argparse.Namespace
-) -> Swaps:
+@dataclass(frozen=True)
+class Continuing:
+    """What swaps are continued, and how often."""
+
+    source: Mined
+    pair: Pair
+    split: str
+    samples: int
+    times: int
+
+
+def continued(asked: Continuing, folder: Path, label: str) -> Swaps:
     """Continue swaps of the first samples: "important" ones, "harmless" ones, or the target's own
     tokens ("control"). `resample` continues what a run marks as important, so the runs of the last
     two are changed."""
-    records = source.first(folder, given.resampled)
+    records = asked.source.first(folder, asked.samples)
     if label != "important":
         change = _exchange if label == "harmless" else _own_tokens
         change(records)
         text = "".join(json.dumps(record) + "\n" for record in records)
         (folder / "journal.jsonl").write_text(text)
-    split = read_run(given.run).split
     own = {record["id"] for record in records}
-    chosen = [each for each in take(source.task, split, None) if each.id in own]
-    most = source.task.max_new_tokens or 256
-    resampling = Resampling(given.times, most, 32)
+    task = asked.source.task
+    samples = [each for each in take(task, asked.split, None) if each.id in own]
+    resampling = Resampling(asked.times, task.max_new_tokens or 256, 32)
     with progress_bars() as show:
-        resample(pair, source.task, folder, chosen, resampling, show)
+        resample(asked.pair, task, folder, samples, resampling, progress=show)
+    return _changed(folder, records)
+
+
+def _changed(folder: Path, records: Sequence[dict[str, Any]]) -> Swaps:
+    """Return how often the continuations of each swap change the answer."""
     found: dict[tuple[str, int], list[bool]] = {}
     for record in records:
         for each in record["mismatches"]:
@@ -375,7 +388,7 @@ def without_unconfirmed(
     return found
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -389,7 +402,38 @@ def main() -> None:
     parser.add_argument(
         "--layers", type=int, nargs="*", default=[4, 6], help=layers_help
     )
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def compare_heads(
+    examples: Examples, seeds: int, told: dict[str, Any], path: Path
+) -> list[NDArray]:
+    """Add the figures of all heads to the results, and write them after each head. Return the MLP's
+    scores by seed."""
+    states = examples.in_memory.shape[1] - lookahead.width(True, AHEAD)
+    layout = Layout(states, lookahead.numbers(True))
+    kinds: dict[str, Scores] = {
+        "logistic": by_logistic,
+        "mlp": by_mlp,
+        "transformer": by_transformer(layout),
+    }
+    scores: dict[tuple[str, int], NDArray] = {}
+    told["heads"] = {}
+    for name, kind in kinds.items():
+        for seed in range(seeds):
+            head = f"{name}, seed {seed}"
+            scores[name, seed] = out_of_fold(examples, kind, seed, head)
+            told["heads"][head] = figures(examples, scores[name, seed])
+            write_results(path, told)
+    told["more"] = [
+        figures(examples, scores["transformer", seed], scores["mlp", seed])
+        for seed in range(seeds)
+    ]
+    return [scores["mlp", seed] for seed in range(seeds)]
+
+
+def main() -> None:
+    given = arguments()
     source = mined(given.run)
     run = given.out / "run"
     source.first(run, given.samples)
@@ -398,42 +442,26 @@ def main() -> None:
     with progress_bars() as show:
         compute_features(pair, run, inputs, progress=show)
     examples = load_features(run, inputs)
-    states = examples.in_memory.shape[1] - lookahead.width(True, AHEAD)
-    layout = Layout(states, lookahead.numbers(True))
-    kinds: dict[str, Scores] = {
-        "logistic": by_logistic,
-        "mlp": by_mlp,
-        "transformer": by_transformer(layout),
-    }
     told: dict[str, Any] = {
         "mismatches": len(examples),
         "important": int((~examples.harmless).sum()),
-        "heads": {},
     }
-    scores: dict[tuple[str, int], NDArray] = {}
-    for name, kind in kinds.items():
-        for seed in range(given.seeds):
-            head = f"{name}, seed {seed}"
-            scores[name, seed] = out_of_fold(examples, kind, seed, head)
-            told["heads"][head] = figures(examples, scores[name, seed])
-            write_results(given.out / "next_judges.json", told)
-    told["more"] = [
-        figures(examples, scores["transformer", seed], scores["mlp", seed])
-        for seed in range(given.seeds)
-    ]
-    swaps = {}
-    for label in ("important", "harmless", "control"):
-        swaps[label] = continued(source, pair, given.out / label, label, given)
+    path = given.out / "next_judges.json"
+    of_mlp = compare_heads(examples, given.seeds, told, path)
+    split = read_run(given.run).split
+    asked = Continuing(source, pair, split, given.resampled, given.times)
+    swaps = {
+        label: continued(asked, given.out / label, label)
+        for label in ("important", "harmless", "control")
+    }
     told["labels"] = {
         label: found.to_json(label == "important") for label, found in swaps.items()
     }
     told["without_unconfirmed"] = [
-        without_unconfirmed(
-            run, examples, scores["mlp", seed], swaps["important"], given.resampled
-        )
-        for seed in range(given.seeds)
+        without_unconfirmed(run, examples, scores, swaps["important"], given.resampled)
+        for scores in of_mlp
     ]
-    write_results(given.out / "next_judges.json", told)
+    write_results(path, told)
     shutil.rmtree(run / "features")
     print(json.dumps(told, indent=1))
 

@@ -283,22 +283,28 @@ def raced(
         order = names[first:] + names[:first]
         for name in track(order, f"turn {turn} of {turns}"):
             options = {**problems.sampled, "seed": SEED, **asked[name]}
-            profile = Profile()
-            began = time.perf_counter()
-            outs = [
-                problems.pair.generate(prompt, profile=profile, **options)
-                for prompt in prompts[: None if turn else 5]
-            ]
-            seconds = time.perf_counter() - began
+            few = prompts[: None if turn else 5]
+            outs, times = _turn(problems.pair, few, options)
             if turn:
-                timed[name].append(_times(outs, profile, seconds))
+                timed[name].append(times)
                 rows[name] = _row(problems, outs)
     for name, row in rows.items():
-        turned = timed[name]
-        row |= {key: median([each[key] for each in turned]) for key in turned[0]}
-        speeds = [each["tokens_per_second"] for each in turned]
+        row |= {
+            key: median([each[key] for each in timed[name]]) for key in timed[name][0]
+        }
+        speeds = [each["tokens_per_second"] for each in timed[name]]
         row["range"] = [min(speeds), max(speeds)]
     return {name: rows[name] for name in names}
+
+
+def _turn(
+    pair: Pair, prompts: Sequence[str], options: Mapping[str, Any]
+) -> tuple[list[Generation], dict[str, float]]:
+    """Decode prompts one by one. Return the answers and their times."""
+    profile = Profile()
+    began = time.perf_counter()
+    outs = [pair.generate(prompt, profile=profile, **options) for prompt in prompts]
+    return outs, _times(outs, profile, time.perf_counter() - began)
 
 
 def _times(
@@ -457,6 +463,29 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def gates_of(
+    heads: Mapping[Path, Head], drafted: Drafted, thresholds: Sequence[float]
+) -> tuple[dict[str, GateRun], dict[str, dict[str, Any]]]:
+    """Return each gate at each threshold: its decisions on continuations, and its options."""
+    gates: dict[str, GateRun] = {}
+    asked: dict[str, dict[str, Any]] = {}
+    for folder, head in heads.items():
+        tau = head.metrics["tau"]
+        for threshold in thresholds:
+            name = f"τ {tau:g}, T {threshold:g}"
+            gates[name] = gated(drafted, head, tau, threshold)
+            asked[name] = {"stop": f"gate:{folder}@{threshold}"}
+    return gates, asked
+
+
+def paired_tests(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Compare speculative decoding at its best window with all other decoders, by the exact McNemar
+    test."""
+    best = best_speculative(rows)
+    right = {name: row["right"] for name, row in rows.items()}
+    return [mcnemar(best, name, right).to_json() for name in rows if name != best]
+
+
 def main() -> None:
     given = arguments()
     run = given.out / "run"
@@ -464,23 +493,11 @@ def main() -> None:
     trained_on = len(source.first(run, given.samples))
     pair = source.pair(compile=True)
     problems = Problems(pair, source.task, take(source.task, "test", given.problems))
-    heads = trained(pair, run, given.tau)
     drafted = continuations(problems)
-    gates: dict[str, GateRun] = {}
-    asked: dict[str, dict[str, Any]] = {}
-    for folder, head in heads.items():
-        tau = head.metrics["tau"]
-        for threshold in given.threshold:
-            name = f"τ {tau:g}, T {threshold:g}"
-            gates[name] = gated(drafted, head, tau, threshold)
-            asked[name] = {
-                "stop": f"gate:{folder}@{threshold}",
-                "window": problems.longest,
-            }
+    gates, asked = gates_of(trained(pair, run, given.tau), drafted, given.threshold)
+    for options in asked.values():
+        options["window"] = problems.longest
     rows = raced(problems, decoders(run, asked), given.turns)
-    best = best_speculative(rows)
-    right = {name: row["right"] for name, row in rows.items()}
-    others = [name for name in rows if name != best]
     told = {
         "samples": trained_on,
         "problems": len(problems.samples),
@@ -498,8 +515,8 @@ def main() -> None:
         "flops": flops_of_runs(pair, rows["target"]["mean_length"], gates),
         "latency": latency(rows, gates, drafted.alpha),
         "rows": rows,
-        "best_speculative": best,
-        "paired": [mcnemar(best, name, right).to_json() for name in others],
+        "best_speculative": best_speculative(rows),
+        "paired": paired_tests(rows),
     }
     write_results(given.out / "sprinter_speed.json", told)
     draw(told, given.out / "sprinter_speed.png")

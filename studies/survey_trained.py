@@ -193,12 +193,20 @@ def agreeing(logits: Tensor, answer: Answer) -> NDArray[np.bool_]:
     return (logits.argmax(-1) == torch.tensor(answer[1])).numpy()
 
 
+def runs_of(
+    model: nn.Module, answers: Sequence[Answer], window: int = WINDOW
+) -> list[NDArray[np.int64]]:
+    """Return the number [T] of tokens that would be accepted of a model's window that begins at
+    each position of each answer."""
+    return [
+        leading(agreeing(logits, answer), window)
+        for logits, answer in zip(predictions(model, answers), answers)
+    ]
+
+
 def counted(model: nn.Module, answers: Sequence[Answer], window: int = WINDOW) -> Count:
     """Count strict decoding with a model as the draft."""
-    return joined(
-        walk(leading(agreeing(logits, answer), window), window)
-        for logits, answer in zip(predictions(model, answers), answers)
-    )
+    return joined(walk(runs, window) for runs in runs_of(model, answers, window))
 
 
 def check(data: Data) -> dict[str, float]:
@@ -320,12 +328,7 @@ def searched(data: Data, groups: Sequence[tuple[SubLayer, ...]]) -> dict[str, An
     """Leave out one group of modules after another, each time the one that costs least agreement.
     Return the best set by its speed-up on the searched answers, measured on held-out ones, and the
     sets of all sizes."""
-    layers = data.target.blocks(data.target.model)
-    sizes = {}
-    for group in groups:
-        for layer, name in group:
-            module = getattr(layers[layer], name)
-            sizes[layer, name] = sum(weight.numel() for weight in module.parameters())
+    sizes = _sizes(data.target, groups)
     tried = data.training[:SEARCHED]
     left_out: list[tuple[SubLayer, ...]] = []
     rows = []
@@ -346,6 +349,17 @@ def searched(data: Data, groups: Sequence[tuple[SubLayer, ...]]) -> dict[str, An
         **_times(model, best["cost"], best["window"], data.held_out),
     }
     return {"best": best, "held_out": measured, "searched": rows}
+
+
+def _sizes(target: LM, groups: Sequence[tuple[SubLayer, ...]]) -> dict[SubLayer, int]:
+    """Return the number of parameters of each module."""
+    layers = target.blocks(target.model)
+    sizes = {}
+    for group in groups:
+        for layer, name in group:
+            module = getattr(layers[layer], name)
+            sizes[layer, name] = sum(weight.numel() for weight in module.parameters())
+    return sizes
 
 
 def _best_window(
@@ -496,7 +510,7 @@ def look_ahead(data: Data) -> dict[str, Any]:
             for i in picked:
                 loss = _ahead_loss(lm, embeddings, data.training[i], rng)
                 (loss / len(picked)).backward()
-                total += float(loss)
+                total += float(loss.detach())
             optimiser.step()
             optimiser.zero_grad()
             schedule.step()
@@ -660,14 +674,10 @@ def boost(data: Data) -> dict[str, Any]:
     """Train a second draft on what the first one fails at, and count both together."""
     first = data.pair.draft.model
     missed = []
-    for logits, answer in zip(predictions(first, data.training), data.training):
-        runs = leading(agreeing(logits, answer))
+    for runs in runs_of(first, data.training):
         whole = np.minimum(WINDOW, len(runs) - np.arange(len(runs)))
         missed.append(torch.from_numpy(runs < whole))
-    own = [
-        leading(agreeing(logits, answer))
-        for logits, answer in zip(predictions(first, data.held_out), data.held_out)
-    ]
+    own = runs_of(first, data.held_out)
     branches = joined(
         walk(np.maximum(runs, _second_branch(logits, answer)), 2 * WINDOW)
         for runs, logits, answer in zip(
@@ -683,10 +693,7 @@ def boost(data: Data) -> dict[str, Any]:
         model = copy.deepcopy(first).float()
         weights = list(model.parameters())
         trained = train(data, model, weights, RATES["draft"], chosen)
-        other = [
-            leading(agreeing(logits, answer))
-            for logits, answer in zip(predictions(model, data.held_out), data.held_out)
-        ]
+        other = runs_of(model, data.held_out)
         both = joined(walk(np.maximum(*runs), 2 * WINDOW) for runs in zip(own, other))
         results[name] = {
             "alone": joined(map(walk, other)).to_json(),

@@ -95,10 +95,7 @@ class Context:
         """Return True if rows name sampling parameters of their own."""
         if self.is_group:
             return False
-        for row in self.rows:
-            if row.sampling is not None:
-                return True
-        return False
+        return any(row.sampling is not None for row in self.rows)
 
     @property
     def processes(self) -> bool:
