@@ -241,7 +241,8 @@ def trained(pair: Pair, run: Path, taus: Sequence[float]) -> dict[Path, Head]:
 def _specdec(pair: Pair, run: Path) -> Head:
     """Train SpecDec++'s head on the probabilities min(1, target(x) / draft(x)) of drawn tokens."""
     inputs = Inputs(("draft",), ("draft",))
-    rows = gate_states(pair, mined_samples(Journal(run / "journal.jsonl")), inputs)
+    samples = list(mined_samples(Journal(run / "journal.jsonl")))
+    rows = gate_states(pair, samples, inputs)
     ratios = torch.cat([ratio for _, ratio in rows]).numpy()
     examples = Examples(
         torch.cat([x for x, _ in rows]).float().numpy(),
