@@ -105,7 +105,7 @@ class Checkout:
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.process.args}: ended at {what}")
+            raise SystemExit(f"{self.process.args!r}: ended at {what}")
         found: dict[str, Any] = json.loads(line)
         return found
 

@@ -118,7 +118,7 @@ class GateRun:
             "acceptable": _share(self.acceptable[self.known]),
         }
 
-    def by_length(self) -> list[dict[str, float]]:
+    def by_length(self) -> list[dict[str, Any]]:
         """Return for each length s the share of runs of s acceptable tokens, from the start of a
         continuation, that the gate passes whole, with its 95 % interval, and TPR^s."""
         tpr = self.rates["tpr"]

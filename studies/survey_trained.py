@@ -331,7 +331,7 @@ def searched(data: Data, groups: Sequence[tuple[SubLayer, ...]]) -> dict[str, An
     sizes = _sizes(data.target, groups)
     tried = data.training[:SEARCHED]
     left_out: list[tuple[SubLayer, ...]] = []
-    rows = []
+    rows: list[dict[str, Any]] = []
     while len(left_out) < len(groups) - 1:
         agreements = {}
         for group in track([g for g in groups if g not in left_out], "modules"):
