@@ -269,7 +269,7 @@ class Swaps:
     """Number of continuations whose answer could be compared."""
 
     def confirmed(self, important: bool) -> NDArray[np.bool_]:
-        """Return True for labels that at least half of the continuations agree with."""
+        """Return True for labels that more than half of the continuations agree with."""
         agreeing = self.changed if important else self.known - self.changed
         return 2 * agreeing > self.known
 
@@ -285,7 +285,7 @@ class Swaps:
 
 @dataclass(frozen=True)
 class Continuing:
-    """What swaps are continued, and how often."""
+    """Settings of the continued swaps."""
 
     source: Mined
     pair: Pair

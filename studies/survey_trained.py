@@ -163,15 +163,13 @@ def leading(same: NDArray[np.bool_], longest: int = WINDOW) -> NDArray[np.int64]
     return windows.cumprod(1).sum(1)
 
 
-def logits_of(
-    model: nn.Module, answers: Sequence[Answer], **options: Any
-) -> list[Tensor]:
+def logits_of(model: nn.Module, answers: Sequence[Answer]) -> list[Tensor]:
     """Return a model's logits [T, V] at each token of each answer."""
     longest = max(len(prompt) + len(answer) for prompt, answer in answers)
     ids = torch.zeros(len(answers), longest, dtype=torch.long)
     for row, (prompt, answer) in enumerate(answers):
         ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-    logits = model(input_ids=ids, use_cache=False, **options).logits
+    logits = model(input_ids=ids, use_cache=False).logits
     found = []
     for row, (prompt, answer) in enumerate(answers):
         found.append(logits[row, len(prompt) - 1 : len(prompt) + len(answer) - 1])
@@ -232,7 +230,7 @@ def divergence(target: Tensor, draft: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training took, and its agreement on held-out answers after each epoch."""
+    """Number of steps of a training, and the agreement on held-out answers after each epoch."""
 
     steps: int
     by_epoch: list[float]
@@ -414,9 +412,8 @@ def kangaroo(data: Data) -> list[dict[str, Any]]:
     depth = data.target.num_layers
     rows = []
     for first in (1, 2):
-        dropped = range(
-            first + 1, depth
-        )  # counted from 1: all but the first and the last
+        # counted from 1: the first layers and the last one stay
+        dropped = range(first + 1, depth)
         for name in ("kangaroo", "cut"):
             lm = take_apart(data.target, dropped)
             model = copy.deepcopy(lm.model).float()

@@ -93,9 +93,7 @@ class Context:
     @property
     def is_mixed(self) -> bool:
         """Return True if rows name sampling parameters of their own."""
-        if self.is_group:
-            return False
-        return any(row.sampling is not None for row in self.rows)
+        return not self.is_group and any(row.sampling for row in self.rows)
 
     @property
     def processes(self) -> bool:
