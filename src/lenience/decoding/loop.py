@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,9 +23,6 @@ from lenience.decoding.soundness import (
 from lenience.drafting.trees.judging import judge_trees
 from lenience.models.session import Session
 from lenience.models.threads import torch_threads
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass
@@ -85,11 +81,11 @@ def decode(
         if not _admit(active, next_request, size):
             return
         ctx = _with_rows(ctx, active)
-        draft = propose(
-            session, drafter, ctx, [request.response.room for request in active]
-        )
-        read = read_windows(session, ctx, draft)
-        verdicts = judge(session, drafter, rule, draft, read)
+        room = [request.response.room for request in active]
+        with torch_threads(session.torch_threads), torch.inference_mode():
+            draft = propose(session, drafter, ctx, room)
+            read = read_windows(session, ctx, draft)
+            verdicts = judge(session, drafter, rule, draft, read)
         for b, (request, verdict) in enumerate(zip(active, verdicts)):
             step = counted(request.response.clip(verdict), draft, read.tokens_read, b)
             request.row.keep(step)
@@ -106,26 +102,13 @@ def cycle(
     """Propose, read and judge windows for the rows of `ctx`, whose remaining token budgets are
     `room`. Return the windows, the number of tokens that the target read for each row, and the
     verdicts. The caller records the accepted tokens."""
-    draft = propose(session, drafter, ctx, room)
-    read = read_windows(session, ctx, draft)
-    return draft, read.tokens_read, judge(session, drafter, rule, draft, read)
+    with torch_threads(session.torch_threads), torch.inference_mode():
+        draft = propose(session, drafter, ctx, room)
+        read = read_windows(session, ctx, draft)
+        verdicts = judge(session, drafter, rule, draft, read)
+    return draft, read.tokens_read, verdicts
 
 
-def _beside_models(
-    function: Callable[Concatenate[Session, P], T],
-) -> Callable[Concatenate[Session, P], T]:
-    """Run a part of the cycle without gradients and with the session's number of PyTorch
-    threads."""
-
-    @wraps(function)
-    def run(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with torch_threads(session.torch_threads), torch.inference_mode():
-            return function(session, *args, **kwargs)
-
-    return run
-
-
-@_beside_models
 def propose(
     session: Session, drafter: Drafter, ctx: Context, room: Sequence[int]
 ) -> Draft:
@@ -142,7 +125,6 @@ def propose(
     return draft
 
 
-@_beside_models
 def read_windows(session: Session, ctx: Context, draft: Draft) -> Read:
     """Run the target over the windows, except those whose tokens are all trusted."""
     rows = _untrusted(draft)
@@ -158,7 +140,6 @@ def read_windows(session: Session, ctx: Context, draft: Draft) -> Read:
     return Read(ctx, draft, reading, rows, tokens_read)
 
 
-@_beside_models
 def judge(
     session: Session, drafter: Drafter, rule: Rule, draft: Draft, read: Read
 ) -> list[Verdict]:
@@ -293,7 +274,6 @@ def _admit(
     return active
 
 
-@_beside_models
 def _replace_finished(
     session: Session,
     active: list[Request],
