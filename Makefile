@@ -14,8 +14,6 @@ lint:
 
 types:
 	$(BIN)/mypy
-	MYPYPATH=benchmarks:studies:tools/embedded $(BIN)/mypy --explicit-package-bases \
-		--disable-error-code=arg-type --disable-error-code=union-attr benchmarks studies tools
 
 test:   ## what is not marked slow: under five minutes on two cores
 	$(BIN)/pytest -n 2

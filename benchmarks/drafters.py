@@ -18,6 +18,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -32,6 +33,7 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.datastore import build_store
 from lenience.evaluation.table import machine
+from lenience.models.prompts import Prompt
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples
 from lenience.tasks import WordMath
@@ -122,7 +124,7 @@ def sampled(pair: Pair) -> dict[str, Decoder]:
 
 
 def measure(
-    prompts: list[str], repeats: int, decoders: dict[str, Decoder]
+    prompts: Sequence[Prompt], repeats: int, decoders: dict[str, Decoder]
 ) -> dict[str, Any]:
     """Return tokens per pass and per second of each decoder, by name."""
     speeds: dict[str, list[float]] = defaultdict(list)

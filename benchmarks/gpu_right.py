@@ -29,7 +29,7 @@ from lenience.drafting.datastore import build_store
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM
 from lenience.models.session import reads_together_as_alone
-from lenience.training.fit_drafter import DrafterPlan, fit_to_answers
+from lenience.training.fit_drafter import DrafterKind, DrafterPlan, fit_to_answers
 
 VOCABULARY = 512
 COMMON: dict[str, Any] = {
@@ -74,7 +74,7 @@ DECODED: dict[str, dict[str, Any]] = {
     "ngram|model": {"drafter": "ngram|model"},
     "ngram>model": {"drafter": "ngram>model"},
 }
-FITTED = ("medusa", "blockwise", "eagle")
+FITTED: tuple[DrafterKind, ...] = ("medusa", "blockwise", "eagle")
 PROMPTS = [
     [5, 6, 7],
     [*range(1, 40)],

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from gpu_bench import Bench, Item, Result, Skipped
@@ -167,7 +167,7 @@ def train_smollm2(bench: Bench, out: Path) -> Result:
         if role == "draft":
             kept = torch.nn.ModuleList(model.model.layers[i] for i in CUT)
             for number, layer in enumerate(kept):
-                layer.self_attn.layer_idx = number
+                cast("Any", layer).self_attn.layer_idx = number
             model.model.layers = kept
             model.config.num_hidden_layers = len(kept)
         minutes = TOY_MINUTES if bench.toy else MINUTES[name]

@@ -60,7 +60,11 @@ def serving(bench: Bench) -> Iterator[Item]:
     problems = 8 if bench.toy else 64
     for engine in ("vllm", "sglang"):
         for rows in (8,) if bench.toy else (1, 32):
-            shared = {"rows": rows, "problems": problems, "toy": bench.toy}
+            shared: dict[str, Any] = {
+                "rows": rows,
+                "problems": problems,
+                "toy": bench.toy,
+            }
             for rule in (
                 None,
                 "exact",

@@ -96,9 +96,9 @@ def _pass_ms(
         tokens = [
             2 + turn
         ] * n  # others than the last turn's, so that nothing is reused
-        given = {} if parents is None else {"parents": [parents] * rows}
+        trees = None if parents is None else [parents] * rows
         sequences = [prefix + tokens] * rows
-        read = partial(session.read, sequences, n, **given)
+        read = partial(session.read, sequences, n, parents=trees)
         taken.append(synchronised(read, session.lm.device))
     return round(1e3 * statistics.median(taken[1:]), 4)
 

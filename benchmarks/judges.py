@@ -194,7 +194,7 @@ class Judges:
                 Inputs(("draft",), ("previous",)),
                 folder,
                 FitConfig(role="stop"),
-                of=rule,
+                of=Decoder.of(rule=rule).rule,
             )
             with progress_bars() as show:
                 fit_run(self.pair, self.run, plan, show)

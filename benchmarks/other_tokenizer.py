@@ -146,7 +146,7 @@ def main() -> None:
     records = [json.loads(line) for line in lines]
     target = lenience.load_pair(str(args.target), dtype="float32", compile=False).target
     texts = [
-        target.tokenizer.decode(record["prompt_ids"] + record["response_ids"])
+        str(target.tokenizer.decode(record["prompt_ids"] + record["response_ids"]))
         for record in records
     ]
     train(texts[:-TEST], args.work)

@@ -70,7 +70,11 @@ def decode(
     pair: Pair, prompts: Sequence[list[int]], rule: str, window: int
 ) -> list[dict[str, Any]]:
     """Return the answers of a rule, in batches."""
-    given = {"rule": rule, "max_new_tokens": TOKENS, "batch_size": BATCH}
+    given: dict[str, Any] = {
+        "rule": rule,
+        "max_new_tokens": TOKENS,
+        "batch_size": BATCH,
+    }
     if rule not in ("target", "draft"):
         given["window"] = window
     outs = pair.generate_batch(list(prompts), **given)

@@ -252,7 +252,7 @@ class Figures:
         """Answer the prompts by one of the rules."""
         # it would wait for a GPU after each part
         profile = None if self.on_gpu else Profile()
-        options = {
+        options: dict[str, Any] = {
             "rule": self.rules[name],
             "window": self.window,
             "max_new_tokens": NEW,

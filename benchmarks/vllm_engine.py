@@ -33,6 +33,7 @@ from recording import recorded
 
 from lenience.core.files import EMBEDDED
 from lenience.decoding.loading import load_pair
+from lenience.models.prompts import Prompt
 from lenience.tasks import Sample, WordMath
 
 MOST = 320
@@ -60,13 +61,13 @@ class Answers:
     """Of the target over drafted windows; None where nothing is judged."""
 
 
-def answers(engine: Engine, prompts: Sequence[str], repeats: int) -> Answers:
+def answers(engine: Engine, prompts: Sequence[Prompt], repeats: int) -> Answers:
     """Answer prompts in a process of its own, as vLLM does not release its memory."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
         return alone.submit(_answers, engine, prompts, repeats).result()
 
 
-def _answers(engine: Engine, prompts: Sequence[str], repeats: int) -> Answers:
+def _answers(engine: Engine, prompts: Sequence[Prompt], repeats: int) -> Answers:
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
     from vllm import LLM, SamplingParams
 
@@ -134,7 +135,12 @@ def fidelity(judge: str, samples: Sequence[Sample]) -> dict[str, Any]:
         pair.target.encode(prompt) + tokens[:1]
         for prompt, tokens in zip(asked, there.tokens)
     ]
-    options = dict(batch_size=8, rule=judge, window=4, max_new_tokens=MOST - 1)
+    options: dict[str, Any] = {
+        "batch_size": 8,
+        "rule": judge,
+        "window": 4,
+        "max_new_tokens": MOST - 1,
+    }
     own = dict(pair.as_completed(prompts, **options))
     here = [there.tokens[i][:1] + list(own[i].tokens) for i in range(len(samples))]
 

@@ -807,10 +807,10 @@ def as_grid(grid: NDArray, asked: Sequence[str], learned: Sequence[str]) -> Figu
     figure = Figure(figsize=(6, 4.6), layout="constrained")
     axes = figure.subplots()
     axes.imshow(grid, cmap="viridis", vmin=0.5, vmax=1)
-    style = {"ha": "center", "va": "center"}
     for (row, column), value in np.ndenumerate(grid):
         color = "white" if value < 0.85 else "black"
-        axes.text(column, row, f"{value:.2f}", color=color, **style)
+        text = f"{value:.2f}"
+        axes.text(column, row, text, color=color, ha="center", va="center")
     axes.set_xticks(range(len(asked)), asked)
     axes.set_yticks(range(len(learned)), learned)
     axes.set(xlabel="asked about", title="AUC by kind of problem")

@@ -158,7 +158,7 @@ def others(pair: Pair, head: Head, threshold: float, n: int) -> dict[str, Any]:
                 ("judge", [a or s >= threshold for a, s in zip(same, scores)]),
             ):
                 runs[name].append(run_length(accepted))
-                shares[name].append(np.mean(accepted))
+                shares[name].append(float(np.mean(accepted)))
             refused += [score < threshold for score, own in zip(scores, same) if own]
         told[f"{author}'s author"] = {
             name: {

@@ -18,10 +18,10 @@ Writes OUT/labels_NAME.json and prints it.
   --max-drop.
 
 In the first two, judges are the MLP of `lenience fit`, and score samples that they have not learned
-from (five folds). *Equal* judges learn from as many mismatches each. `auc` and `accepted` (the share
-of harmless mismatches accepted at a recall of 98 and 99.5 % of the important ones) have 95 %
-intervals over resampled samples. `against_own` is a judge's value minus that of the judge with labels
-of the same kind as the scored ones, paired.
+from (five folds). The judge of `both, equal` learns from as many mismatches as that of the smaller
+run. `auc` and `accepted` (the share of harmless mismatches accepted at a recall of 98 and 99.5 % of
+the important ones) have 95 % intervals over resampled samples. `against_own` is a judge's value
+minus that of the judge whose labels are of the scored kind, paired.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from mined import Mined, add_run, mined
-from next_judges import RECALLS, by_mlp, figures
+from next_judges import by_mlp, figures
 from numpy.typing import NDArray
 from paired import as_text, mcnemar
 from rich.progress import track
@@ -116,8 +116,8 @@ def crossed(runs: Mapping[str, Labelled], seed: int = 0) -> dict[str, Any]:
     names = sorted({name for run in runs.values() for name in run.ids})
     drawn = np.random.default_rng(seed).permutation(len(names)) % FOLDS
     folds = dict(zip(names, map(int, drawn)))
-    parts = [(name, (name,)) for name in runs]
-    parts += [("both", tuple(runs)), ("both, equal", tuple(runs))]
+    parts: dict[str, tuple[str, ...]] = {name: (name,) for name in runs}
+    parts |= {"both": tuple(runs), "both, equal": tuple(runs)}
     smallest = min(len(run.examples) for run in runs.values())
     found: dict[str, Any] = {
         "samples": len(names),
@@ -129,10 +129,10 @@ def crossed(runs: Mapping[str, Labelled], seed: int = 0) -> dict[str, Any]:
     }
     scores: dict[tuple[str, str], NDArray] = {
         (learned, scored): np.zeros(len(runs[scored].examples))
-        for learned, _ in parts
+        for learned in parts
         for scored in runs
     }
-    for learned, members in parts:
+    for learned, members in parts.items():
         for fold in track(range(FOLDS), f"judge of {learned}"):
             most = smallest // len(members) if learned.endswith("equal") else None
             inside = _joined(
@@ -145,9 +145,9 @@ def crossed(runs: Mapping[str, Labelled], seed: int = 0) -> dict[str, Any]:
                 outside = run.in_fold(fold, folds)
                 rows = run.examples.in_memory[outside]
                 scores[learned, scored][outside] = by_mlp(inside, rows, seed)
-    for learned, _ in parts:
+    for learned in parts:
         for scored, run in runs.items():
-            row = {"learned_from": learned, "scored": scored}
+            row: dict[str, Any] = {"learned_from": learned, "scored": scored}
             row |= figures(run.examples, scores[learned, scored])
             if learned != scored:
                 row["against_own"] = figures(

@@ -28,7 +28,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -93,7 +93,7 @@ def solution(problem: dict[str, str], rng: random.Random) -> str | None:
 
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.Constant):
-            return float(node.value)
+            return float(cast("float", node.value))
         if isinstance(node, ast.UnaryOp):
             return -value(node.operand)
         assert isinstance(node, ast.BinOp)

@@ -47,6 +47,7 @@ from scipy.stats import binomtest
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from lenience.cli.console import with_bars
+from lenience.decoding.checks import draft_of
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.drafting.stops import Gate
@@ -108,9 +109,9 @@ def place(pair: Pair, ids: list[int], after: bool) -> Place:
     """Compute what can follow the prefix `ids`, with transformers' models alone."""
     before = torch.tensor([ids])
     reads = {"output_hidden_states": True}
-    by_draft, by_target = (
-        lm.model(before, **reads) for lm in (pair.draft, pair.target)
-    )
+    draft_model = draft_of(pair.models, "SPRINTER").model
+    by_draft = draft_model(before, **reads)
+    by_target = pair.target.model(before, **reads)
     draft, target = (
         out.logits[0, -1].double().softmax(-1) for out in (by_draft, by_target)
     )
@@ -121,7 +122,7 @@ def place(pair: Pair, ids: list[int], after: bool) -> Place:
         each = torch.cat(  # [n, T + 1]
             [before.expand(len(tokens), -1), tokens[:, None]], 1
         )
-        states = pair.draft.model(each, **reads).hidden_states[-1][:, -1]
+        states = draft_model(each, **reads).hidden_states[-1][:, -1]
     distance = float((draft - target).clamp(min=0).sum())
     left = (target - draft).clamp(min=0) / max(distance, 1e-12)
     return Place(draft[tokens], target[tokens], states, distance, left[tokens])

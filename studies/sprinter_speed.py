@@ -53,12 +53,14 @@ from sprinter import Problems, cost
 
 from lenience.cli.console import with_bars
 from lenience.core.profile import Profile
+from lenience.decoding.checks import draft_of
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Head, Inputs
 from lenience.models.flops import ReadingCost
 from lenience.models.lm import LM
+from lenience.models.prompts import Prompt
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples
 from lenience.tasks import take
@@ -127,7 +129,8 @@ class GateRun:
             runs = (self.acceptable & self.known)[:, :length].all(1)
             if not runs.any():
                 break
-            whole = self.passed[runs, :length].all(1)
+            # [runs]
+            whole = np.all(self.passed[runs, :length], axis=1)
             rows.append(
                 {
                     "length": length,
@@ -200,7 +203,8 @@ def _along(
     """Return the ratios [LENGTH], the draft's states before each token [LENGTH, hidden], and the
     probabilities [m] that speculative sampling accepts a token of the draft's distribution."""
     ids = torch.tensor([start + tokens])
-    by_draft = pair.draft.model(ids, output_hidden_states=True)
+    draft_model = draft_of(pair.models, "SPRINTER").model
+    by_draft = draft_model(ids, output_hidden_states=True)
     by_target = pair.target.model(ids)
     before = slice(len(start) - 1, len(start) + len(tokens) - 1)
     chosen = torch.tensor(tokens)[:, None]
@@ -256,7 +260,7 @@ def _specdec(pair: Pair, run: Path) -> Head:
 
 def decoders(run: Path, gates: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the options of all decoders, by name."""
-    found: dict[str, dict[str, Any]] = {
+    found: dict[str, Mapping[str, Any]] = {
         "target": {"rule": "target"},
         "draft": {"rule": "draft"},
     }
@@ -299,7 +303,7 @@ def raced(
 
 
 def _turn(
-    pair: Pair, prompts: Sequence[str], options: Mapping[str, Any]
+    pair: Pair, prompts: Sequence[Prompt], options: Mapping[str, Any]
 ) -> tuple[list[Generation], dict[str, float]]:
     """Decode prompts one by one. Return the answers and their times."""
     profile = Profile()
@@ -376,7 +380,8 @@ def flops_of_runs(
     """Return the MFLOP for 20 acceptable tokens in texts of a length, by the paper's count. `calls`
     of the target are counted along runs of 20 acceptable tokens; the theory predicts
     20 (1 − TPR)."""
-    draft, target = (_paper_mflops(lm, length) for lm in (pair.draft, pair.target))
+    draft = _paper_mflops(draft_of(pair.models, "SPRINTER"), length)
+    target = _paper_mflops(pair.target, length)
     found = {"speculative": {"theory": LENGTH * (draft + target)}}
     for name, run in gates.items():
         whole = (run.acceptable & run.known).all(1)

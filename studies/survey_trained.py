@@ -55,6 +55,7 @@ from numpy.typing import NDArray
 from rich.progress import track
 from torch import Tensor, nn
 
+from lenience.decoding.checks import draft_of
 from lenience.decoding.pair import Pair
 from lenience.drafting.self_draft import take_apart
 from lenience.models.lm import LM
@@ -99,6 +100,10 @@ class Data:
     @property
     def target(self) -> LM:
         return self.pair.target
+
+    @property
+    def draft(self) -> LM:
+        return draft_of(self.pair.models, "this study")
 
     @cached_property
     def target_logits(self) -> list[Tensor]:
@@ -211,11 +216,12 @@ def check(data: Data) -> dict[str, float]:
     """Compare the count with the engine."""
     prompts = [prompt for prompt, _ in data.held_out]
     longest = max(len(answer) for _, answer in data.held_out)
-    options = {"rule": "exact", "window": WINDOW, "max_new_tokens": longest}
-    outs = data.pair.generate_batch(prompts, **options)
+    outs = data.pair.generate_batch(
+        prompts, rule="exact", window=WINDOW, max_new_tokens=longest
+    )
     passes = sum(out.target_passes for out in outs)
     tokens = sum(len(out.tokens) for out in outs)
-    count = counted(data.pair.draft.model, data.held_out)
+    count = counted(data.draft.model, data.held_out)
     return {"counted": count.tokens_per_pass, "engine": tokens / passes}
 
 
@@ -590,7 +596,7 @@ def online(data: Data) -> list[dict[str, Any]]:
     """Decode the training answers in order with drafts that learn meanwhile, and without."""
     target = data.target
     drafts = {
-        "model": (data.pair.draft.model, RATES["draft"]),
+        "model": (data.draft.model, RATES["draft"]),
         "cut, untrained": (
             take_apart(target, range(2, target.num_layers)).model,
             RATES["layers"],
@@ -669,7 +675,7 @@ def _more(first: NDArray[np.float64], second: NDArray[np.float64]) -> dict[str, 
 
 def boost(data: Data) -> dict[str, Any]:
     """Train a second draft on what the first one fails at, and count both together."""
-    first = data.pair.draft.model
+    first = data.draft.model
     missed = []
     for runs in runs_of(first, data.training):
         whole = np.minimum(WINDOW, len(runs) - np.arange(len(runs)))

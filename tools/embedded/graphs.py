@@ -13,6 +13,7 @@ from __future__ import annotations
 import shutil
 
 from lenience.core.files import EMBEDDED
+from lenience.decoding.checks import draft_of
 from lenience.decoding.loading import load_pair
 from lenience.models.compile import shipped_path
 from lenience.models.lm import LM
@@ -35,11 +36,13 @@ def export(lm: LM, states: States, trees: bool = False) -> None:
 def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     pair = load_pair(compile=False)
-    judged = States(Judge().needs.layers)
+    layers = Judge().needs.layers
+    assert layers is not None, "the built-in judge reads the target's states"
+    judged = States(layers)
     for states in (LAST, judged):
         for trees in (False, True):
             export(pair.target, states, trees)
-    export(pair.draft, LAST)
+    export(draft_of(pair.models, "a draft's graph"), LAST)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -78,7 +79,7 @@ from lenience.tasks import wordmath, wordmath_problems
 from lenience.tasks.wordmath_problems import Problem, Story
 
 EMBEDDED = Path(__file__).parents[2] / "src/lenience/embedded"
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "narrow": dict(
         hidden_size=128,
         intermediate_size=384,
@@ -365,7 +366,9 @@ def save_state(
 ) -> None:
     """Save weights and optimizer states, whole or not at all; `progress` is (tokens seen, next
     pool, steps)."""
-    tensors = {f"model/{name}": value for name, value in model.named_parameters()}
+    tensors: dict[str, torch.Tensor] = {
+        f"model/{name}": value for name, value in model.named_parameters()
+    }
     for i, optimizer in enumerate(optimizers):
         for j, state in optimizer.state_dict()["state"].items():
             tensors |= {
@@ -453,9 +456,15 @@ def optimizers_of(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Opti
     others = [
         p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name
     ]
-    muon = {"weight_decay": 0.05, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon(
+        matrices,
+        lr=rate,
+        weight_decay=0.05,
+        momentum=0.95,
+        adjust_lr_fn="match_rms_adamw",
+    )
     return [
-        torch.optim.Muon(matrices, lr=rate, **muon),
+        muon,
         torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.95)),
     ]
 
@@ -521,7 +530,7 @@ class Trainer:
                     self.optimizers,
                     (self.seen, pool, self.step),
                 )
-        self.model.to(torch.bfloat16).save_pretrained(training.out / training.role)
+        self.model.bfloat16().save_pretrained(training.out / training.role)
 
     def update(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
         """Learn from a batch; returns its loss."""
@@ -558,7 +567,7 @@ def average(of: list[tuple[float, Path]], out: Path) -> None:
                 weight * model.get_parameter(name).float() for weight, model in models
             ]
             parameter.copy_(torch.stack(parts).sum(0))
-    mean.to(torch.bfloat16).save_pretrained(out / "target")
+    mean.bfloat16().save_pretrained(out / "target")
 
 
 def options() -> argparse.ArgumentParser:
