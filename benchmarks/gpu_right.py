@@ -179,6 +179,9 @@ def record(pair: Pair) -> str | None:
                 return f"{lm.role}: recorded passes differ from its own"
         except Exception as error:  # whatever a GPU raises
             return f"{lm.role}: {type(error).__name__}: {first_line(error)}"
+        if lm.device.type == "cpu":
+            # drafts made of the target's layers stay plain; by default they would be exported
+            backend.makes_others = False
         lm.use(backend)
     return None
 

@@ -152,7 +152,10 @@ def fast(bench: Bench) -> Iterator[Item]:
         yield (
             name,
             partial(
-                their_speed, pairs["plain"], prompts[: 1 if bench.toy else 8], given
+                their_speed,
+                pairs["plain"],
+                prompts[: 1 if bench.toy else 8],
+                {"max_new_tokens": 16 if bench.toy else 128, **given},
             ),
         )
 
@@ -201,7 +204,6 @@ def their_speed(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
-                max_new_tokens=128,
                 **given,
             )
             tokens += out.shape[1] - len(prompt)

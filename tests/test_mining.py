@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -283,6 +284,18 @@ def lines(folder: Path) -> list[dict]:
     return records
 
 
+@cache
+def greedy(model: torch.nn.Module, ids: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Generate with transformers alone, once for each question."""
+    out = model.generate(
+        torch.tensor([ids]),
+        max_new_tokens=most,
+        do_sample=False,
+        attention_mask=torch.ones(1, len(ids)),
+    )
+    return tuple(out[0, len(ids) :].tolist())
+
+
 def brute_force(
     pair: Pair,
     task: ParityTask,
@@ -292,14 +305,8 @@ def brute_force(
     """Algorithm 1 with plain generation from scratch for every step. `guessed` gives a drafter's
     token after a prompt and the beginning of a response; by default that of the draft model."""
 
-    def greedy(model: torch.nn.Module, ids: list[int], most: int) -> list[int]:
-        out = model.generate(
-            torch.tensor([ids]),
-            max_new_tokens=most,
-            do_sample=False,
-            attention_mask=torch.ones(1, len(ids)),
-        )
-        return out[0, len(ids) :].tolist()
+    def generated(model: torch.nn.Module, ids: list[int], most: int) -> list[int]:
+        return list(greedy(model, tuple(ids), most))
 
     def stopped(response: list[int]) -> list[int]:
         """Up to the token with which the text first holds a stop string."""
@@ -316,17 +323,17 @@ def brute_force(
         return task.answer(text[: min(ends, default=len(text))])
 
     limit = task.max_new_tokens
-    response = stopped(greedy(pair.target.model, prompt, limit))
+    response = stopped(generated(pair.target.model, prompt, limit))
     answer, at, found = answer_of(response), 0, []
     while at < len(response):
         if guessed is None:
-            guess = greedy(pair.draft.model, prompt + response[:at], 1)[0]
+            guess = generated(pair.draft.model, prompt + response[:at], 1)[0]
         else:
             guess = guessed(prompt, response[:at])
         if guess not in (None, response[at]):
             swapped = [*response[:at], guess]
             if guess != 0 and len(swapped) < limit:
-                swapped += greedy(
+                swapped += generated(
                     pair.target.model, prompt + swapped, limit - len(swapped)
                 )
             swapped = stopped(swapped)

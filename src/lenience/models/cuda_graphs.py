@@ -42,7 +42,7 @@ recordings."""
 class CudaGraphs:
     """Backend that records passes as CUDA graphs and replays them."""
 
-    makes_others = True
+    makes_others: bool = True
     shares_layers = False
 
     def __init__(self, states: States = LAST) -> None:
