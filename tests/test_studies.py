@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -11,13 +12,17 @@ import torch
 
 from lenience.core.errors import InputError
 from lenience.decoding.pair import Pair
+from lenience.heads.fitting import Examples
 from lenience.mining.search import MineConfig, mine
+from lenience.rules.registry import RULES
 from lenience.tasks import Sample
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "studies"))
 pytest.importorskip("matplotlib")
 
 import autojudge
+import judge_labels
+import next_judges
 import numpy as np
 import paired
 from mined import Mined
@@ -174,3 +179,78 @@ def test_right_answers_of_a_journal_are_ordered_by_problem(tmp_path: Path) -> No
     path = tmp_path / "compare.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert paired.right_answers(path) == {("exact", 4): "01", ("topk:3", 4): "11"}
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.7, 3.0])
+def test_a_budget_is_spent_in_order_and_by_each_answer_alone(
+    budget: float, llama: Pair, judge: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The risks of lenient tokens are added up from the trace's scores."""
+    monkeypatch.setitem(RULES, "spending", judge_labels.Spending)
+    slope, offset = 0.5, 0.25
+    path = judge.removeprefix("judge:").removesuffix("@0.5")
+    rule = f"spending:{path},risk={budget},slope={slope},offset={offset}"
+    prompts = [[3, 4, 5], [9, 8, 7, 6], [20], [11, 30]]
+    outs = llama.generate_batch(prompts, rule=rule, batch_size=3, max_new_tokens=60)
+    lenient = 0
+    for prompt, out in zip(prompts, outs):
+        alone = llama.generate(prompt, rule=rule, max_new_tokens=60)
+        assert alone.tokens == out.tokens
+        spent = 0.0
+        for entry in out.trace:
+            if entry.score is None:
+                continue
+            logit = math.log(entry.score / (1 - entry.score))
+            risk = 1 / (1 + math.exp(slope * logit + offset))
+            if entry.origin == "draft-lenient":
+                spent += risk
+                lenient += 1
+                assert spent <= budget + 1e-4
+            else:
+                assert spent + risk > budget - 1e-4
+    assert (lenient > 0) == (budget > 0)
+    if not budget:
+        exact = llama.generate_batch(prompts, rule="target", max_new_tokens=60)
+        assert [out.tokens for out in outs] == [out.tokens for out in exact]
+
+
+def test_calibration_finds_the_curve_that_drew_the_labels() -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=40_000) * 3
+    harmless = rng.random(len(scores)) < 1 / (1 + np.exp(-(0.4 * scores + 1.0)))
+    slope, offset = judge_labels.calibrated(scores, harmless)
+    assert (slope, offset) == pytest.approx((0.4, 1.0), abs=0.05)
+
+
+def test_no_judge_scores_a_sample_that_it_has_learned_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Features name their sample and their run; the runs hold their samples in other orders."""
+    learned: list[tuple[set[int], set[int]]] = []
+    sizes = set()
+
+    def score(inside: Examples, rows: np.ndarray, seed: int) -> np.ndarray:
+        learned.append((set(inside.in_memory[:, 0]), set(rows[:, 0])))
+        sizes.add((len(set(inside.in_memory[:, 1])), len(inside)))
+        return rows[:, 2]
+
+    monkeypatch.setattr(judge_labels, "by_mlp", score)
+    monkeypatch.setattr(next_judges, "RESAMPLES", 3)
+    rng = np.random.default_rng(0)
+    runs = {}
+    for number, mismatches in enumerate((3, 6)):
+        order = rng.permutation(20)
+        samples = np.repeat(np.arange(20), mismatches)
+        harmless = rng.random(len(samples)) < 0.5
+        x = np.stack([order[samples], np.full(len(samples), number), harmless], 1)
+        names = np.array([f"train-{i}" for i in order])[samples]
+        examples = Examples(x.astype(np.float32), harmless, samples)
+        runs[f"run {number}"] = judge_labels.Labelled(examples, names)
+    found = judge_labels.crossed(runs)
+    assert len(learned) == 4 * 5 * 2  # judges, folds and scored runs
+    assert not any(inside & outside for inside, outside in learned)
+    # of 16 samples a fold: either run, both, and half as many of both
+    assert sizes == {(1, 48), (1, 96), (2, 144), (2, 48)}
+    assert all(row["auc"]["value"] == 1 for row in found["rows"])
+    others = [row for row in found["rows"] if row["learned_from"] != row["scored"]]
+    assert all(row["against_own"]["auc"]["value"] == 0 for row in others)
