@@ -43,6 +43,7 @@ class Parity(Task):
         numbers = [int(word[1:]) for word in text.split()[-6:]]
         return str(sum(numbers) % 2) if len(numbers) == 6 else None
 '''
+SAMPLES = 24
 KILLED = int(os.environ.get("LENIENCE_KILLED_RUNS", "2"))
 """Runs of which the driver or a worker is killed at a random place."""
 
@@ -79,7 +80,7 @@ def whole(
 ) -> list[dict]:
     """What one process writes."""
     folder = tmp_path_factory.mktemp("whole")
-    mine(pair, task, folder, MineConfig(limit=40, batch_size=2))
+    mine(pair, task, folder, MineConfig(limit=SAMPLES, batch_size=2))
     return lines(folder)
 
 
@@ -91,8 +92,10 @@ def test_workers_write_what_one_process_writes(
     plan: WorkerPlan, pair: Pair, task: Task, whole: list[dict], tmp_path: Path
 ) -> None:
     crew = ProcessCrew(plan, 2)
-    counts = mine(pair, task, tmp_path, MineConfig(limit=40, batch_size=2), crew=crew)
-    assert counts.samples == 40 and lines(tmp_path) == whole
+    counts = mine(
+        pair, task, tmp_path, MineConfig(limit=SAMPLES, batch_size=2), crew=crew
+    )
+    assert counts.samples == SAMPLES and lines(tmp_path) == whole
     assert len(processes(crew)) == 2
     assert all(one.poll() is not None for one in processes(crew)), "none is left behind"
 
@@ -108,13 +111,13 @@ def test_a_lost_workers_samples_are_done_by_others(
     crew, killed = ProcessCrew(plan, 2), list[int]()
 
     def kill(phase: str, done: int, total: int) -> None:
-        if done in (6, 20):
+        if done in (6, 14):
             alive = [one for one in processes(crew) if one.poll() is None]
             alive[0].kill()
             killed.append(done)
 
-    mine(pair, task, tmp_path, MineConfig(limit=40, batch_size=2), kill, crew)
-    assert killed == [6, 20] and lines(tmp_path) == whole
+    mine(pair, task, tmp_path, MineConfig(limit=SAMPLES, batch_size=2), kill, crew)
+    assert killed == [6, 14] and lines(tmp_path) == whole
     assert (
         "ended with status -9; other workers take its samples"
         in capsys.readouterr().err
@@ -133,7 +136,7 @@ plan = WorkerPlan(**json.loads(sys.argv[1]))
 crew = ProcessCrew(plan, 2)
 def tell(phase, done, total):
     print(done, *(one._process.pid for one in crew._processes), flush=True)
-config = MineConfig(limit=40, batch_size=2)
+config = MineConfig(limit=int(sys.argv[3]), batch_size=2)
 mine(load_pair(**plan.pair), load_task(**plan.task), Path(sys.argv[2]), config, tell, crew)
 """
 
@@ -152,13 +155,14 @@ def test_a_driver_or_workers_killed_anywhere_leave_the_same_journal(
 ) -> None:
     rng = random.Random(seed)
     whom = ("driver", "worker")[seed % 2]
-    for place in (rng.randrange(1, 39), None):
+    for place in (rng.randrange(1, SAMPLES - 1), None):
         command = [
             sys.executable,
             "-c",
             DRIVER,
             json.dumps(plan.to_json()),
             str(tmp_path),
+            str(SAMPLES),
         ]
         run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert run.stdout is not None
@@ -249,7 +253,7 @@ def test_a_lost_node_loses_nothing_and_an_added_one_helps(
             cluster.remove_node(nodes[0], allow_graceful=False)
             happened.append("lost")
 
-    config = MineConfig(limit=40, batch_size=2)
+    config = MineConfig(limit=SAMPLES, batch_size=2)
     mine(pair, task, tmp_path, config, change, ray_crew(plan, cluster))
     assert happened == ["added", "lost"] and lines(tmp_path) == whole
 
