@@ -11,11 +11,11 @@ Writes OUT/labels_NAME.json and prints it.
 - drafters: the same samples are mined with another drafter. Judges of the target's states learn
   from the draft model's mismatches, from the other drafter's, or from both, and score the
   mismatches of each drafter.
-- budget: a rule accepts rejected tokens as long as the sum of their risks in an answer is at most a
-  budget. A token's risk is the probability that it is important: the judge's score, calibrated by
-  Platt scaling on samples that it has not learned from. Budgets are compared with fixed thresholds
-  of the same judge on test problems, and tested from strict to lenient for a loss of at most
-  --max-drop.
+- budget: a rule accepts a rejected token if its risk is at most a share of what is left of the
+  answer's budget, and takes its risk off. A share of 1 accepts until the budget is spent. A token's
+  risk is the probability that it is important: the judge's score, calibrated by Platt scaling on
+  samples that it has not learned from. Budgets are compared with fixed thresholds of the same judge
+  on test problems. Each kind is tested from strict to lenient for a loss of at most --max-drop.
 
 In the first two, judges are the MLP of `lenience fit`, and score samples that they have not learned
 from (five folds). The judge of `both, equal` learns from as many mismatches as that of the smaller
@@ -67,7 +67,13 @@ from recording import write_results
 
 FOLDS = 5
 WINDOW = 8
-BUDGETS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+BUDGETS: dict[float, tuple[float, ...]] = {
+    1.0: (0.02, 0.05, 0.1, 0.2, 0.4),
+    0.1: (0.1, 0.2, 0.4, 0.8, 1.6),
+}
+"""Budgets by the share of the rest that one token may take."""
+JUDGED = (0.9, 0.95, 0.98, 0.99, 0.995)
+"""Recalls of the thresholds that budgets are compared with."""
 LEARNED = 0.8
 """Share of the samples that the judge of the budgets learns from. The others calibrate it."""
 CONFIDENCE = 0.95
@@ -207,10 +213,12 @@ def drafters(out: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Spending(Judge):
-    """Accept a mismatch as long as the risks of all accepted mismatches of the answer sum to at
-    most `risk`. The risk is 1 − sigmoid(slope · logit + offset), with the judge's logit."""
+    """Accept a mismatch whose risk is at most a share of the rest of the answer's budget. The rest
+    is `risk` minus the risks of the accepted mismatches. The risk of a mismatch is
+    1 − sigmoid(slope · logit + offset), with the judge's logit."""
 
     risk: float = field(default=0.0, kw_only=True)
+    share: float = field(default=1.0, kw_only=True)
     slope: float = field(default=1.0, kw_only=True)
     offset: float = field(default=0.0, kw_only=True)
     name = "spending"
@@ -220,15 +228,15 @@ class Spending(Judge):
     ) -> tuple[Tensor, Tensor | None]:
         logits = self.head.window_logits(draft, reading, ctx)
         risks = torch.sigmoid(-(self.slope * logits.double() + self.offset))
-        # [B, W]: the sum of the window's risks up to each position
-        sums = torch.where(exact, 0.0, risks).cumsum(1)
-        spent = torch.tensor([self._spent(row) for row in ctx.rows])
-        accepted = exact | (spent[:, None] + sums <= self.risk)
+        risks = torch.where(exact, 0.0, risks)
+        # [B, W]: the risk spent before and after each position, if all before it is accepted
+        spent = torch.tensor([self._spent(row) for row in ctx.rows]).double()
+        after = spent[:, None] + risks.cumsum(1)
+        accepted = exact | (risks <= self.share * (self.risk - (after - risks)))
         for row, before, total, lenient in zip(
-            ctx.rows, spent.tolist(), sums, accepted & ~exact
+            ctx.rows, spent.tolist(), after, accepted & ~exact
         ):
-            after = [before + more for more in total[lenient].tolist()]
-            row.memory[self] = (row.lenient, [before, *after])
+            row.memory[self] = (row.lenient, [before, *total[lenient].tolist()])
         return accepted, logits
 
     def _spent(self, row: Any) -> float:
@@ -288,10 +296,15 @@ def budget(out: Path, given: argparse.Namespace) -> dict[str, Any]:
     metrics = with_bars(fit_run, pair, run, plan).metrics
     slope, offset, held_out = _calibration(source, pair, out, learned, given.samples)
     path = f"{folder},slope={slope},offset={offset}"
-    rules = {f"budget {most:g}": f"spending:{path},risk={most}" for most in BUDGETS}
+    rules = {
+        f"share {share:g}, budget {most:g}": f"spending:{path},risk={most},share={share}"
+        for share, budgets in BUDGETS.items()
+        for most in budgets
+    }
     rules |= {
         f"recall {row['recall']:g}": f"judge:{folder}@{row['threshold']}"
         for row in metrics["thresholds"]
+        if row["recall"] in JUDGED
     }
     rules = {"target": "target", "exact": "exact", **rules}
     problems = Problems(pair, source.task, take(source.task, "test", given.problems))
@@ -306,7 +319,7 @@ def budget(out: Path, given: argparse.Namespace) -> dict[str, Any]:
         "nearest": list(_nearest(rows)),
         "certified": {
             kind: _certified(rows, kind, given.max_drop)
-            for kind in ("budget", "recall")
+            for kind in ("recall", *(f"share {share:g}," for share in BUDGETS))
         },
     }
 
@@ -351,7 +364,7 @@ def _nearest(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     right = {name: row["right"] for name, row in rows.items()}
     recalls = [name for name in rows if name.startswith("recall")]
     for name in rows:
-        if not name.startswith("budget"):
+        if not name.startswith("share"):
             continue
         speed = rows[name]["tokens_per_pass"]
         nearest = min(

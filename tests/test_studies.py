@@ -181,15 +181,19 @@ def test_right_answers_of_a_journal_are_ordered_by_problem(tmp_path: Path) -> No
     assert paired.right_answers(path) == {("exact", 4): "01", ("topk:3", 4): "11"}
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.7, 3.0])
+@pytest.mark.parametrize(("budget", "share"), [(0, 1), (0.7, 1), (3, 1), (3, 0.1)])
 def test_a_budget_is_spent_in_order_and_by_each_answer_alone(
-    budget: float, llama: Pair, judge: str, monkeypatch: pytest.MonkeyPatch
+    budget: float,
+    share: float,
+    llama: Pair,
+    judge: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The risks of lenient tokens are added up from the trace's scores."""
     monkeypatch.setitem(RULES, "spending", judge_labels.Spending)
     slope, offset = 0.5, 0.25
     path = judge.removeprefix("judge:").removesuffix("@0.5")
-    rule = f"spending:{path},risk={budget},slope={slope},offset={offset}"
+    rule = f"spending:{path},risk={budget},share={share},slope={slope},offset={offset}"
     prompts = [[3, 4, 5], [9, 8, 7, 6], [20], [11, 30]]
     outs = llama.generate_batch(prompts, rule=rule, batch_size=3, max_new_tokens=60)
     lenient = 0
@@ -203,11 +207,11 @@ def test_a_budget_is_spent_in_order_and_by_each_answer_alone(
             logit = math.log(entry.score / (1 - entry.score))
             risk = 1 / (1 + math.exp(slope * logit + offset))
             if entry.origin == "draft-lenient":
+                assert risk <= share * (budget - spent) + 1e-4
                 spent += risk
                 lenient += 1
-                assert spent <= budget + 1e-4
             else:
-                assert spent + risk > budget - 1e-4
+                assert risk > share * (budget - spent) - 1e-4
     assert (lenient > 0) == (budget > 0)
     if not budget:
         exact = llama.generate_batch(prompts, rule="target", max_new_tokens=60)
