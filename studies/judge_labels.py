@@ -1,7 +1,8 @@
-"""What labels a judge should learn from, and budgets of risk, on any mined run.
+"""Labels of judges at other temperatures and of other drafters, and budgets of risk, on any mined
+run.
 
     python studies/judge_labels.py temperature|drafters|budget OUT [--run RUN] [--samples 400]
-        [--problems 300] [--temperature 0.6] [--drafter medusa]
+        [--problems 300] [--temperature 0.6] [--drafter medusa] [--max-drop 0.03]
 
 Writes OUT/labels_NAME.json and prints it.
 
@@ -12,10 +13,11 @@ Writes OUT/labels_NAME.json and prints it.
   from the draft model's mismatches, from the other drafter's, or from both, and score the
   mismatches of each drafter.
 - budget: a rule accepts a rejected token if its risk is at most a share of what is left of the
-  answer's budget, and takes its risk off. A share of 1 accepts until the budget is spent. A token's
-  risk is the probability that it is important: the judge's score, calibrated by Platt scaling on
-  samples that it has not learned from. Budgets are compared with fixed thresholds of the same judge
-  on test problems. Each kind is tested from strict to lenient for a loss of at most --max-drop.
+  answer's budget, and subtracts its risk from it. A share of 1 accepts until the budget is spent.
+  A token's risk is the probability that it is important: the judge's score, calibrated by Platt
+  scaling on samples that it has not learned from. Budgets are compared with fixed thresholds of the
+  same judge on test problems. Each kind is tested from strict to lenient for a loss of at most
+  --max-drop, each with the whole error.
 
 In the first two, judges are the MLP of `lenience fit`, and score samples that they have not learned
 from (five folds). The judge of `both, equal` learns from as many mismatches as that of the smaller
@@ -52,12 +54,12 @@ from lenience.core.types import Draft, Reading
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples, FitConfig
-from lenience.heads.head import Inputs
+from lenience.heads.head import Inputs, load_head
 from lenience.mining.search import MineConfig, mine
 from lenience.rules.judge import Judge
 from lenience.rules.registry import RULES
 from lenience.runs.journal import Journal
-from lenience.runs.record import mined_samples, read_run
+from lenience.runs.record import mined_first, mined_samples, read_run
 from lenience.tasks import Sample, Task, take
 from lenience.training.features import compute_features, load_features
 from lenience.training.fit import HeadPlan, fit_run
@@ -68,12 +70,12 @@ from recording import write_results
 FOLDS = 5
 WINDOW = 8
 BUDGETS: dict[float, tuple[float, ...]] = {
-    1.0: (0.02, 0.05, 0.1, 0.2, 0.4),
-    0.1: (0.1, 0.2, 0.4, 0.8, 1.6),
+    1.0: (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8),
+    0.1: (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6),
 }
-"""Budgets by the share of the rest that one token may take."""
-JUDGED = (0.9, 0.95, 0.98, 0.99, 0.995)
-"""Recalls of the thresholds that budgets are compared with."""
+"""Budgets by the share of the rest that one token may take, from strict to lenient."""
+JUDGED = (0.995, 0.99, 0.98, 0.95, 0.9, 0.8)
+"""Recalls of the thresholds that budgets are compared with, from strict to lenient."""
 LEARNED = 0.8
 """Share of the samples that the judge of the budgets learns from. The others calibrate it."""
 CONFIDENCE = 0.95
@@ -110,7 +112,11 @@ def mined_too(
     """Mine the first samples of a run once more, with other options. Return the run folder."""
     about = read_run(source.run)
     config = MineConfig(
-        limit=samples, seed=about.seed, max_new_tokens=about.max_new_tokens, **options
+        limit=samples,
+        seed=about.seed,
+        first=mined_first(source.run),
+        max_new_tokens=about.max_new_tokens,
+        **options,
     )
     with_bars(mine, pair, source.task, folder, config)
     return folder
@@ -215,7 +221,8 @@ def drafters(out: Path, given: argparse.Namespace) -> dict[str, Any]:
 class Spending(Judge):
     """Accept a mismatch whose risk is at most a share of the rest of the answer's budget. The rest
     is `risk` minus the risks of the accepted mismatches. The risk of a mismatch is
-    1 − sigmoid(slope · logit + offset), with the judge's logit."""
+    1 − sigmoid(slope · logit + offset), with the judge's logit. The
+    rule must have no other lenient term."""
 
     risk: float = field(default=0.0, kw_only=True)
     share: float = field(default=1.0, kw_only=True)
@@ -230,11 +237,12 @@ class Spending(Judge):
         risks = torch.sigmoid(-(self.slope * logits.double() + self.offset))
         risks = torch.where(exact, 0.0, risks)
         # [B, W]: the risk spent before and after each position, if all before it is accepted
-        spent = torch.tensor([self._spent(row) for row in ctx.rows]).double()
+        before_window = [self._spent(row) for row in ctx.rows]
+        spent = torch.tensor(before_window, dtype=risks.dtype, device=risks.device)
         after = spent[:, None] + risks.cumsum(1)
         accepted = exact | (risks <= self.share * (self.risk - (after - risks)))
         for row, before, total, lenient in zip(
-            ctx.rows, spent.tolist(), after, accepted & ~exact
+            ctx.rows, before_window, after, accepted & ~exact
         ):
             row.memory[self] = (row.lenient, [before, *total[lenient].tolist()])
         return accepted, logits
@@ -296,15 +304,14 @@ def budget(out: Path, given: argparse.Namespace) -> dict[str, Any]:
     metrics = with_bars(fit_run, pair, run, plan).metrics
     slope, offset, held_out = _calibration(source, pair, out, learned, given.samples)
     path = f"{folder},slope={slope},offset={offset}"
+    listed = {row["recall"]: row["threshold"] for row in metrics["thresholds"]}
     rules = {
-        f"share {share:g}, budget {most:g}": f"spending:{path},risk={most},share={share}"
+        f"share {share:g} budget {most:g}": f"spending:{path},risk={most},share={share}"
         for share, budgets in BUDGETS.items()
         for most in budgets
     }
     rules |= {
-        f"recall {row['recall']:g}": f"judge:{folder}@{row['threshold']}"
-        for row in metrics["thresholds"]
-        if row["recall"] in JUDGED
+        f"recall {recall:g}": f"judge:{folder}@{listed[recall]}" for recall in JUDGED
     }
     rules = {"target": "target", "exact": "exact", **rules}
     problems = Problems(pair, source.task, take(source.task, "test", given.problems))
@@ -319,9 +326,17 @@ def budget(out: Path, given: argparse.Namespace) -> dict[str, Any]:
         "nearest": list(_nearest(rows)),
         "certified": {
             kind: _certified(rows, kind, given.max_drop)
-            for kind in ("recall", *(f"share {share:g}," for share in BUDGETS))
+            for kind in ("recall", *(f"share {share:g}" for share in BUDGETS))
         },
     }
+
+
+def leave_out(source: Mined, run: Path, learned: int, samples: int) -> None:
+    """Make a run folder of the first `samples` of a run without the first `learned`."""
+    source.first(run, samples)
+    journal = run / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[learned:]))
 
 
 def _calibration(
@@ -329,13 +344,8 @@ def _calibration(
 ) -> tuple[float, float, dict[str, Any]]:
     """Return slope and offset from the samples that the judge has not learned from, and how many
     mismatches and important ones these have."""
-    from lenience.heads.head import load_head
-
     run = out / "calibration"
-    source.first(run, samples)
-    journal = run / "journal.jsonl"
-    lines = journal.read_text().splitlines(keepends=True)
-    journal.write_text("".join(lines[learned:]))
+    leave_out(source, run, learned, samples)
     head = load_head(str(out / "run" / "judge"), "judge")
     labelled = Labelled.of(pair, run, Inputs())
     x = torch.from_numpy(labelled.examples.in_memory).float()
@@ -370,18 +380,17 @@ def _nearest(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         nearest = min(
             recalls, key=lambda other: abs(rows[other]["tokens_per_pass"] - speed)
         )
-        yield mcnemar(name, nearest, right).to_json()
+        found = mcnemar(name, nearest, right).to_json()
+        speeds = [rows[each]["tokens_per_pass"] for each in (name, nearest)]
+        yield {**found, "tokens_per_pass": speeds}
 
 
 def _certified(
     rows: Mapping[str, Mapping[str, Any]], kind: str, max_drop: float
 ) -> dict[str, Any] | None:
-    """Return the most lenient setting of a kind whose loss is certified, tested from strict to
-    lenient; None if none is."""
-    names = sorted(
-        (name for name in rows if name.startswith(kind)),
-        key=lambda name: rows[name]["tokens_per_pass"],
-    )
+    """Return the most lenient setting of a kind whose loss is certified, tested in the order of
+    `rows`, from strict to lenient; None if none is."""
+    names = [name for name in rows if name.startswith(f"{kind} ")]
     losses = [_lost(rows, name) for name in names]
     n = len(losses[0])
     test = Binomial(max_drop, 1 - CONFIDENCE, n)

@@ -246,10 +246,10 @@ def test_a_lost_node_loses_nothing_and_an_added_one_helps(
     happened = list[str]()
 
     def change(phase: str, done: int, total: int) -> None:
-        if done == 5:
+        if done == 3:
             cluster.add_node(num_cpus=1)
             happened.append("added")
-        elif done == 12:
+        elif done == 9:
             cluster.remove_node(nodes[0], allow_graceful=False)
             happened.append("lost")
 
