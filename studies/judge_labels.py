@@ -130,43 +130,50 @@ def crossed(runs: Mapping[str, Labelled], seed: int = 0) -> dict[str, Any]:
     folds = dict(zip(names, map(int, drawn)))
     parts: dict[str, tuple[str, ...]] = {name: (name,) for name in runs}
     parts |= {"both": tuple(runs), "both, equal": tuple(runs)}
-    smallest = min(len(run.examples) for run in runs.values())
-    found: dict[str, Any] = {
+    scores = _scores(runs, parts, folds, seed)
+    rows = []
+    for (learned, scored), found in scores.items():
+        examples = runs[scored].examples
+        row: dict[str, Any] = {"learned_from": learned, "scored": scored}
+        row |= figures(examples, found)
+        if learned != scored:
+            own = scores[scored, scored]
+            row["against_own"] = figures(examples, found, own)
+        rows.append(row)
+    counts = {name: run.examples.harmless for name, run in runs.items()}
+    return {
         "samples": len(names),
-        "mismatches": {name: len(run.examples) for name, run in runs.items()},
+        "mismatches": {name: len(harmless) for name, harmless in counts.items()},
         "important": {
-            name: int((~run.examples.harmless).sum()) for name, run in runs.items()
+            name: int((~harmless).sum()) for name, harmless in counts.items()
         },
-        "rows": [],
+        "rows": rows,
     }
-    scores: dict[tuple[str, str], NDArray] = {
-        (learned, scored): np.zeros(len(runs[scored].examples))
-        for learned in parts
-        for scored in runs
-    }
+
+
+def _scores(
+    runs: Mapping[str, Labelled],
+    parts: Mapping[str, Sequence[str]],
+    folds: Mapping[str, int],
+    seed: int,
+) -> dict[tuple[str, str], NDArray]:
+    """Return the scores of each run's mismatches by each part's judge, out of fold."""
+    smallest = min(len(run.examples) for run in runs.values())
+    scores: dict[tuple[str, str], NDArray] = {}
     for learned, members in parts.items():
+        most = smallest // len(members) if learned.endswith("equal") else None
+        for scored, run in runs.items():
+            scores[learned, scored] = np.zeros(len(run.examples))
         for fold in track(range(FOLDS), f"judge of {learned}"):
-            most = smallest // len(members) if learned.endswith("equal") else None
-            inside = _joined(
-                [
-                    _some(runs[name], ~runs[name].in_fold(fold, folds), most)
-                    for name in members
-                ]
-            )
+            inside = []
+            for name in members:
+                marks = ~runs[name].in_fold(fold, folds)
+                inside.append(_some(runs[name], marks, most))
             for scored, run in runs.items():
                 outside = run.in_fold(fold, folds)
                 rows = run.examples.in_memory[outside]
-                scores[learned, scored][outside] = by_mlp(inside, rows, seed)
-    for learned in parts:
-        for scored, run in runs.items():
-            row: dict[str, Any] = {"learned_from": learned, "scored": scored}
-            row |= figures(run.examples, scores[learned, scored])
-            if learned != scored:
-                row["against_own"] = figures(
-                    run.examples, scores[learned, scored], scores[scored, scored]
-                )
-            found["rows"].append(row)
-    return found
+                scores[learned, scored][outside] = by_mlp(_joined(inside), rows, seed)
+    return scores
 
 
 def _some(run: Labelled, marks: NDArray[np.bool_], most: int | None) -> Examples:

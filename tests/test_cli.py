@@ -334,7 +334,7 @@ def test_that_no_answer_is_right_is_told(checkpoints, tmp_path: Path) -> None:
 
 
 def test_windows_are_given_with_commas(tmp_path: Path) -> None:
-    flags = ["--limit", 20, "--max-drop", 0.5, "--rule", "topk:2", "--no-compile"]
+    flags = ["--limit", 8, "--max-drop", 0.5, "--rule", "topk:2", "--no-compile"]
     made = last_json(run("certify", tmp_path, "--windows", "2,4", *flags, "--json"))
     assert made["binds"]["windows"] == [2, 4] and made["binds"]["window"] == 4
     for wrong, why in (

@@ -82,7 +82,7 @@ def test_a_target_is_trained_and_each_command_after_it_is_understood(
     bench = Bench(tmp_path, torch.device("cpu"), toy=toy)
     if toy:
         trained = gpu_scale.train_large(bench, tmp_path / "target")
-        assert trained["steps"] > 1 and trained["loss"] < 8
+        assert trained["steps"] >= 1 and trained["loss"] < 8
         assert (tmp_path / "target" / "model.safetensors").is_file()
     commands = gpu_scale.commands(
         bench, tmp_path / "target", tmp_path / "draft", tmp_path / "run"
