@@ -310,17 +310,13 @@ def budget(out: Path, given: argparse.Namespace) -> dict[str, Any]:
     plan = HeadPlan(Inputs(), folder, FitConfig("mlp"))
     metrics = with_bars(fit_run, pair, run, plan).metrics
     slope, offset, held_out = _calibration(source, pair, out, learned, given.samples)
-    path = f"{folder},slope={slope},offset={offset}"
     listed = {row["recall"]: row["threshold"] for row in metrics["thresholds"]}
     rules = {
-        f"share {share:g} budget {most:g}": f"spending:{path},risk={most},share={share}"
-        for share, budgets in BUDGETS.items()
-        for most in budgets
+        "target": "target",
+        "exact": "exact",
+        **_budgets(f"{folder},slope={slope},offset={offset}"),
+        **{f"recall {each:g}": f"judge:{folder}@{listed[each]}" for each in JUDGED},
     }
-    rules |= {
-        f"recall {recall:g}": f"judge:{folder}@{listed[recall]}" for recall in JUDGED
-    }
-    rules = {"target": "target", "exact": "exact", **rules}
     problems = Problems(pair, source.task, take(source.task, "test", given.problems))
     rows = {
         name: problems.answered(rule) for name, rule in track(rules.items(), "rules")
@@ -336,6 +332,16 @@ def budget(out: Path, given: argparse.Namespace) -> dict[str, Any]:
             for kind in ("recall", *(f"share {share:g}" for share in BUDGETS))
         },
     }
+
+
+def _budgets(judge: str) -> dict[str, str]:
+    """Return the rules with budgets, by name. Rules of one share go from strict to lenient."""
+    rules = {}
+    for share, budgets in BUDGETS.items():
+        for most in budgets:
+            name = f"share {share:g} budget {most:g}"
+            rules[name] = f"spending:{judge},risk={most},share={share}"
+    return rules
 
 
 def leave_out(source: Mined, run: Path, learned: int, samples: int) -> None:
