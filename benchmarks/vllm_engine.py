@@ -135,13 +135,10 @@ def fidelity(judge: str, samples: Sequence[Sample]) -> dict[str, Any]:
         pair.target.encode(prompt) + tokens[:1]
         for prompt, tokens in zip(asked, there.tokens)
     ]
-    options: dict[str, Any] = {
-        "batch_size": 8,
-        "rule": judge,
-        "window": 4,
-        "max_new_tokens": MOST - 1,
-    }
-    own = dict(pair.as_completed(prompts, **options))
+    by_number = pair.as_completed(
+        prompts, batch_size=8, rule=judge, window=4, max_new_tokens=MOST - 1
+    )
+    own = dict(by_number)
     here = [there.tokens[i][:1] + list(own[i].tokens) for i in range(len(samples))]
 
     def right(found: list[list[int]]) -> int:
