@@ -50,6 +50,7 @@ from torch import Tensor
 from lenience.certification.sequential_tests import Binomial, fixed_sequence_test
 from lenience.cli.console import progress_bars, with_bars
 from lenience.core.context import Context
+from lenience.core.errors import InputError
 from lenience.core.types import Draft, Reading
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
@@ -109,8 +110,14 @@ class Labelled:
 def mined_too(
     source: Mined, pair: Pair, folder: Path, samples: int, **options: Any
 ) -> Path:
-    """Mine the first samples of a run once more, with other options. Return the run folder."""
+    """Mine the first samples of a run once more, with other options. Return the run folder. Raises
+    InputError unless the run has greedy answers and tries of the draft model's tokens."""
     about = read_run(source.run)
+    if about.temperature or about.drafter or about.labels or about.policy:
+        raise InputError(
+            f"{source.run}: was mined with other options; name a run that `lenience mine` made "
+            "without --temperature, --drafter, --labels and --policy"
+        )
     config = MineConfig(
         limit=samples,
         seed=about.seed,

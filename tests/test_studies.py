@@ -278,6 +278,15 @@ def test_a_judge_is_calibrated_on_samples_that_it_has_not_learned_from(
     }
 
 
+def test_a_run_with_other_labels_is_no_source(tmp_path: Path, llama: Pair) -> None:
+    about = json.loads((EMBEDDED / "run" / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**about, "temperature": 0.6}))
+    source = Mined(tmp_path, SampleTask(), None, None)
+    with pytest.raises(InputError, match="was mined with other options"):
+        judge_labels.mined_too(source, llama, tmp_path / "other", 2)
+    assert not (tmp_path / "other").exists()
+
+
 def test_settings_are_certified_in_order_up_to_the_first_that_fails() -> None:
     """Of 100 problems, one loss excludes a loss of 10 % and seven do not: the binomial probability
     of so few at 10 % is 0.0003 and 0.2."""

@@ -44,6 +44,7 @@ class Parity(Task):
         return str(sum(numbers) % 2) if len(numbers) == 6 else None
 '''
 SAMPLES = 24
+"""Number of mined samples: enough to kill a worker twice on the way."""
 KILLED = int(os.environ.get("LENIENCE_KILLED_RUNS", "2"))
 """Runs of which the driver or a worker is killed at a random place."""
 

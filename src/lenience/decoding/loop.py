@@ -112,7 +112,8 @@ def cycle(
 def propose(
     session: Session, drafter: Drafter, ctx: Context, room: Sequence[int]
 ) -> Draft:
-    """Return a window for each row, cut before the first token with non-finite logits."""
+    """Return a window for each row, cut before the first token with non-finite logits. The caller
+    sets inference mode and the number of PyTorch threads, as `cycle` does."""
     room = [
         min(n, session.room_before_switch(row.prefix)) for n, row in zip(room, ctx.rows)
     ]
