@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "studies"))
 pytest.importorskip("matplotlib")
 
 import autojudge
+import judge_authors
 import judge_labels
 import next_judges
 import numpy as np
@@ -308,3 +309,92 @@ def test_settings_are_certified_in_order_up_to_the_first_that_fails() -> None:
     assert judge_labels._loss(rows, "recall 0.9")["lost"] == 7
     (nearest,) = judge_labels._nearest(rows)
     assert (nearest["second"], nearest["tokens_per_pass"]) == ("recall 0.9", [2.9, 3])
+
+
+def read_by_hand(**changed: list) -> judge_authors.Tokens:
+    """Return the tokens of two rows with a right answer of three tokens and a wrong one of two."""
+    values = {
+        "own": [1, 0, 1, 1, 0] * 2,
+        "wrong": [0, 0, 0, 0, 1] * 2,
+        "rows": [0] * 5 + [1] * 5,
+        "of_wrong": [0, 0, 0, 1, 1] * 2,
+    }
+    kinds = {"own": bool, "wrong": bool, "rows": int, "of_wrong": bool}
+    arrays = {
+        name: np.array(changed.get(name, value), kinds[name])
+        for name, value in values.items()
+    }
+    states = np.random.default_rng(0).normal(size=(10, 1, 4)).astype(np.float32)
+    return judge_authors.Tokens(states=states, **arrays)
+
+
+def test_verified_answers_end_at_their_first_rejected_token() -> None:
+    tokens = read_by_hand()
+    right = ~tokens.of_wrong & (tokens.rows == 0)
+    found = judge_authors.verified(tokens, right, tokens.own)
+    assert found == {
+        "share_accepted": pytest.approx(2 / 3),
+        "tokens_before_a_rejection": 1,
+    }
+
+
+def test_a_first_objection_stands_at_the_error_or_before_it_or_nowhere() -> None:
+    """The target's own tokens are never rejected; others are if their logit is below zero."""
+    tokens = read_by_hand(own=[1, 1, 1, 1, 0, 1, 1, 1, 0, 0])
+    for logits, where in (
+        ([9, 9, 9, -9, -9, 9, 9, 9, 9, -9], "at the error"),
+        ([9, 9, 9, 9, -9, 9, 9, 9, -9, -9], "before it"),
+        ([9, 9, 9, 9, -9, 9, 9, 9, 9, 9], "not by its end"),
+    ):
+        found = judge_authors.first_objections(tokens, np.array(logits))
+        # the first row's objection is at the error each time; the second row decides
+        others = [name for name in ("at the error", "before it") if name != where]
+        assert found["n"] == 2
+        assert found[where]["share"] == (1 if where == "at the error" else 0.5)
+        assert sum(found[name]["share"] for name in (where, *others)) == 1
+
+
+def test_a_head_without_an_author_learns_nothing_from_the_author() -> None:
+    rng = np.random.default_rng(0)
+    harmless = rng.random(400) < 0.5
+    x = (rng.normal(size=(400, 6)) + harmless[:, None]).astype(np.float32)
+    strangers = np.arange(400) >= 300
+    scores = []
+    for flipped in (np.zeros(400, bool), strangers, ~strangers):
+        labels = np.where(flipped, ~harmless, harmless)
+        examples = Examples(x, labels, np.arange(400))
+        scores.append(judge_authors.scores_of_strangers(examples, strangers))
+    assert np.isnan(scores[0][:300]).all() and not np.isnan(scores[0][300:]).any()
+    assert (scores[0][300:] == scores[1][300:]).all()
+    assert np.corrcoef(scores[0][300:], scores[2][300:])[0, 1] < 0
+
+
+def test_annotated_answers_are_read_as_transformers_reads_them(
+    tmp_path: Path, llama: Pair
+) -> None:
+    """States and most probable tokens at each token of both answers, the wrong one cut after its
+    error."""
+    row = {"question": "w5 w9 w2 ", "correct": "w7 w3 w8 w4", "wrong": "w7 w6 w8 w4"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({**row, "error": [3, 5]}) + "\n")
+    lm = llama.target
+    tokens = judge_authors.read_tokens(lm, path, [1, None])
+    prompt = lm.encode(row["question"])
+    ids = lm.tokenizer(row["correct"], add_special_tokens=False)["input_ids"]
+    out = lm.model(torch.tensor([prompt + ids]), output_hidden_states=True)
+    own = out.logits[0, len(prompt) - 1 : -1].argmax(-1).numpy() == np.array(ids)
+    right = ~tokens.of_wrong
+    assert (tokens.own[right] == own).all()
+    for layer, place in ((0, 1), (1, -1)):
+        expected = out.hidden_states[place][0, len(prompt) :].detach().numpy()
+        np.testing.assert_allclose(tokens.states[right][:, layer], expected, atol=1e-4)
+    assert tokens.wrong[tokens.of_wrong].tolist()[-1]
+    assert tokens.wrong.sum() == tokens.wrong[tokens.of_wrong].sum() >= 1
+    assert tokens.of_wrong.sum() < right.sum()
+
+
+def test_answers_are_right_if_their_last_numbers_are_equal() -> None:
+    assert judge_authors.is_right("3 and 4 make 7.", "The answer is 7")
+    assert judge_authors.is_right("that is 1,200", "so 1200.0")
+    assert not judge_authors.is_right("7 and 4", "The answer is 7")
+    assert not judge_authors.is_right("none", "The answer is 7")
