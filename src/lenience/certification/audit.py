@@ -160,7 +160,7 @@ class Audit:
             )
         self.decoder = self.certificate.decoder(run)
         pair.check(self.decoder)
-        self.alone = self.decoder.with_options({"rule": "target"})
+        self.alone = self.decoder.for_target()
         self.alpha = 1 - config.confidence
         self.alarm = Alarm(self.certificate.max_drop, self.alpha)
         self.losses = list[float]()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lenience.certification.labels import Labels
-from lenience.certification.prompts import Prompts, check_references, draw_of
+from lenience.certification.prompts import Prompts, check_references
 from lenience.certification.question import CertifyConfig
 from lenience.certification.reuse import is_same
 from lenience.certification.sequential_tests import SettingResult, Test
@@ -24,6 +24,7 @@ from lenience.core.files import alone, digest, read_json, write_json
 from lenience.core.progress import Progress
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
+from lenience.decoding.task_models import task_for
 from lenience.evaluation.quality import values
 from lenience.runs.answers import Answer, Answers, for_task
 from lenience.runs.certificate import (
@@ -118,9 +119,9 @@ class Calibration:
 
     def alone(self, samples: Sequence[Sample], seed: int | None = None) -> list[Answer]:
         """Return the answers of the target alone; `seed`, if given, is the seed of a draw."""
-        decoder = self.decoder.with_options({"rule": "target"})
-        if seed is not None and seed != decoder.seed:
-            decoder = decoder.with_options({"seed": seed})
+        decoder = self.decoder.for_target()
+        if seed is not None:
+            decoder = replace(decoder, seed=seed)
         return self._get(decoder, samples, "the target alone", self.progress)
 
     def _get(
@@ -187,7 +188,7 @@ class Calibration:
     def _draws(self, decoder: Decoder) -> list[Decoder]:
         """Return a setting once per draw, with the draw's seed."""
         seeds = range(decoder.seed, decoder.seed + self.config.draws)
-        return [decoder.with_options({"seed": seed}) for seed in seeds]
+        return [replace(decoder, seed=seed) for seed in seeds]
 
     def _losses_of(self, decoder: Decoder, n: int, phase: str = "") -> NDArray:
         """Return the losses [n] of one draw."""
@@ -374,7 +375,7 @@ class Calibration:
         if not self.config.needs_references:
             return []
         samples = self.prompts.first(n)
-        target = self.decoder.with_options({"rule": "target"})
+        target = self.decoder.for_target()
         own = self._answers.known(target, samples)
         rows = zip(samples, self.answers(decoder, n))
         found = list[LostSample]()
@@ -438,6 +439,7 @@ def calibration(
 ) -> Iterator[Calibration]:
     """Check a question, draw its prompts and count the attempt. The same question always gets the
     same prompts. Raises InputError if another process works on the question."""
+    task = task_for(pair, task, progress)
     for chain in config.chains():
         for decoder in chain:
             pair.check(decoder)
@@ -446,7 +448,7 @@ def calibration(
     key = digest(asked, 6, sort_keys=True)
     place = folder / use / key
     ledger = Ledger(folder, pair.fingerprints, config.home)
-    prompts = Prompts(ledger, pair.target, task, draw_of(pair, config, key, use))
+    prompts = Prompts.of(pair, config, task, ledger, key=key, use=use)
     check_prompts(pair, task, prompts.rows)
     check_references(task, config, prompts.rows)
     decoder = for_task(config.decoder, config.options, task)

@@ -27,7 +27,6 @@ from lenience.core.protocols import Rule
 from lenience.core.records import Record
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
-from lenience.decoding.task_models import task_for
 from lenience.evaluation.names import setting_name
 from lenience.evaluation.pages import write_certificate
 from lenience.rules.combine import AnyOf
@@ -107,12 +106,7 @@ def certify(
     contradicts. Raises InputError, see `CertifyConfig`, `draw_rows` and `Labels`.
     """
     with calibration(
-        pair,
-        task_for(pair, task, progress),
-        folder,
-        config,
-        use="calibration",
-        progress=progress,
+        pair, task, folder, config, use="calibration", progress=progress
     ) as on:
         path = on.folder / FILE
         made = Certificate.read(read_json(path), str(path)) if path.exists() else None
@@ -350,7 +344,6 @@ def plan(
     including all stricter settings and the target alone. Raises InputError as `certify` does.
     """
     asked = replace(config, limit=pilot, ids=config.ids[:pilot])
-    task = task_for(pair, task, progress)
     with calibration(pair, task, folder, asked, use="pilot", progress=progress) as on:
         rows = [row for chain in on.chains() for row in _planned(on, config, chain)]
         share = on.attempt.share
@@ -380,6 +373,7 @@ def _planned(
                 if answer:
                     needed.append(answer)
         decoded |= {(answer.setting, answer.id): answer for answer in needed}
+        kept = tokens_per_pass(lenient)
         n = config.sample_size(losses, on.attempt.share, config.max_drop / 4)
         each = config.draws / pilot
         passes = sum(answer.target_passes for answer in decoded.values()) * each
@@ -388,7 +382,7 @@ def _planned(
         yield PlannedSetting(
             rule=rule,
             pilot_loss=float(lost),
-            tokens_per_pass=tokens_per_pass(lenient),
+            tokens_per_pass=kept,
             prompts=n,
             target_passes=None if n is None else round(passes * n),
             minutes=None if n is None else round(seconds * n / 60, 2),

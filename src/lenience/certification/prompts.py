@@ -30,19 +30,45 @@ class Prompts:
         self.task = task
         self.draw = draw
         self._noted = 0
-        with ledger.held():
-            self._draw()
+        self._drawn = ledger.drawn(lm, task, draw)
 
-    def _draw(self) -> None:
-        self.rows = self.ledger.rows(self.lm, self.task, self.draw)
-        self._taken = self.ledger.taken(self.draw)
+    @property
+    def rows(self) -> list[Sample]:
+        """Return the rows; some may still be replaced, if another question uses them first."""
+        return self._drawn.rows
+
+    @classmethod
+    def of(
+        cls,
+        pair: Pair,
+        config: CertifyConfig,
+        task: Task,
+        ledger: Ledger,
+        *,
+        key: str,
+        use: str,
+    ) -> Prompts:
+        """Draw the prompts of a question. They are none of the training prompts of the question's
+        heads or of the draft."""
+        settings = list(chain.from_iterable(config.chains()))
+        heads = {head.path: head for setting in settings for head in setting.heads}
+        draw = Draw(
+            key,
+            config.num_prompts(),
+            use,
+            split=config.split,
+            ids=config.ids,
+            heads=(*heads.values(), *aligned(pair.draft)),
+        )
+        return cls(ledger, pair.target, task, draw)
 
     def first(self, n: int) -> list[Sample]:
         """Return the first n rows, or all if there are fewer, and record them as used."""
         if self._noted < min(n, len(self.rows)):
             with self.ledger.held():
-                if self.ledger.taken(self.draw) != self._taken:
-                    self._draw()  # another question has taken some since
+                self._drawn = self.ledger.drawn(
+                    self.lm, self.task, self.draw, self._drawn
+                )
                 fresh = self.rows[self._noted : n]
                 use = self.draw.use
                 self.ledger.note(
@@ -62,21 +88,6 @@ class Prompts:
             few = f"needs {TUNING} fresh prompts of its own, and there are {len(own)}"
             raise InputError(f"window auto: {few}; give a number") from None
         return own
-
-
-def draw_of(pair: Pair, config: CertifyConfig, key: str, use: str) -> Draw:
-    """Return the draw of a question. It avoids the training prompts of the question's heads and of
-    the draft."""
-    settings = list(chain.from_iterable(config.chains()))
-    heads = {head.path: head for setting in settings for head in setting.heads}
-    return Draw(
-        key,
-        config.num_prompts(),
-        use,
-        split=config.split,
-        ids=config.ids,
-        heads=(*heads.values(), *aligned(pair.draft)),
-    )
 
 
 def check_references(

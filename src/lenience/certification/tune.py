@@ -295,7 +295,7 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
     ledger = Ledger(folder, pair.fingerprints, question.home)
     next_one = ledger.attempt("", task, question.split, counts=False)
     warn_of_too_few(question, next_one.share)
-    strict = shared.with_options({"rule": "exact"})
+    strict = shared.for_strict()
     drafters = list(config.drafters)
     refused = list[str]()
     for drafter in drafters:

@@ -246,9 +246,8 @@ def _served(
     samples = take(task, config.split, config.num_prompts())
     most = config.options.get("max_new_tokens", task.max_new_tokens)
     servers.say_plan(samples, config.draws, most)
-    alone = for_task(config.decoder, config.options, task).with_options(
-        {"rule": "target", "window": 0}
-    )
+    decoder = for_task(config.decoder, config.options, task)
+    alone = decoder.for_target().with_parts(window=0)
     measure_noise(cast("ServedPair", pair), task, samples[:FLOOR], alone)
     return pair
 

@@ -148,7 +148,20 @@ class Decoder(PlainOptions):
             window = changed.get("window", self.window)
             depth = window if isinstance(window, int) and window > 0 else None
             specs["tree"] = parse_tree(options["tree"], depth)
-        return replace(self, **changed, **specs, ends=Ends(), bound_to=None)
+        return self.with_parts(**changed, **specs)
+
+    def with_parts(self, **parts: Any) -> Decoder:
+        """Return the decoder with some fields changed, no longer bound to a certificate. Fields
+        have their own types; nothing is parsed."""
+        return replace(self, **parts, ends=Ends(), bound_to=None)
+
+    def for_target(self) -> Decoder:
+        """Return the decoder of the target alone, with the same sampling and ends of answers."""
+        return self.with_parts(rule=Baseline("target"))
+
+    def for_strict(self) -> Decoder:
+        """Return the decoder with the strict rule."""
+        return self.with_parts(rule=as_rule(Exact()))
 
     @cached_property
     def options(self) -> Options:

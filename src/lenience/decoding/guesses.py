@@ -18,6 +18,7 @@ from lenience.decoding.dialogue import Predict
 from lenience.decoding.loop import propose
 from lenience.decoding.soundness import check_predictions, warn_of_non_finite
 from lenience.drafting.base import DrafterSpec
+from lenience.drafting.stops import Fixed
 from lenience.models.lm import LM
 from lenience.models.session import Session
 from lenience.models.threads import torch_threads
@@ -116,7 +117,7 @@ class _DrafterGuesses:
     cache."""
 
     def __init__(self, pair: CanDecode, decoder: Decoder, capacity: int):
-        strict = decoder.with_options({"rule": "exact", "window": 1, "stop": "fixed"})
+        strict = decoder.for_strict().with_parts(window=1, stop=Fixed())
         self._session, self._drafter = pair.engine(strict, 1, capacity + ROOM)
         self._reads_ahead = not decoder.drafter.writes_target_cache
         self._vocabulary = pair.target.vocab_size

@@ -185,7 +185,7 @@ class _Scheduler(Generic[T]):
         if not guessing.proposes_as_draft:  # these come after a continuation
             in_flight = 1
         how = replace(how, in_flight=in_flight)
-        strict = how.sampling.with_options({"rule": "exact", "window": window})
+        strict = how.sampling.for_strict().with_parts(window=window)
         if how.guesses:
             pair.check(strict)
         decoder = replace(strict, drafter=how.drafter)

@@ -15,6 +15,7 @@ from lenience.decoding.decoder import Decoder
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import until_stop
+from lenience.drafting.stops import Fixed
 from lenience.models.generation_config import processors_of
 from lenience.models.session import Session
 from lenience.runs.answers import BY_LENIENCE
@@ -65,7 +66,7 @@ def search_on_policy(
     target continues after each of them. The first token after which the target's answer differs is
     important, earlier tokens are harmless, and later tokens get no label.
     """
-    strict = policy.with_options({"rule": "exact", "stop": "fixed"})
+    strict = policy.for_strict().with_parts(stop=Fixed())
     for start in range(0, len(samples), batch_size):
         began = time.perf_counter()
         part = samples[start : start + batch_size]

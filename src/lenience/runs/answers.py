@@ -33,9 +33,8 @@ def for_task(decoder: Decoder, options: Mapping[str, Any], task: Task) -> Decode
     """Return the decoder with the task's length limit and stop strings, unless `options` sets
     them."""
     own = {"max_new_tokens": task.max_new_tokens, "stop_strings": task.stop_strings}
-    return decoder.with_options(
-        {name: value for name, value in own.items() if options.get(name) is None}
-    )
+    missing = {name: own[name] for name in own if options.get(name) is None}
+    return decoder.with_parts(**missing) if missing else decoder
 
 
 class Answer(Record):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,15 @@ class Outcome(Record):
     """Reason for the withdrawal; None while in force."""
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Rows of a draw at one time."""
+
+    rows: list[Sample]
+    others: int
+    """Number of rows that were used for anything but the draw."""
+
+
 class Ledger:
     """A pair's ledger in the user's data folder, with a copy of each run's part in its run folder.
     Entries of both are counted."""
@@ -123,11 +133,16 @@ class Ledger:
         with self.held():
             return draw_rows(lm, task, draw, uses_of(self.place, self.folder, draw))
 
-    def taken(self, draw: Draw) -> int:
-        """Return the number of rows used for anything but this draw."""
+    def drawn(
+        self, lm: LM, task: Task, draw: Draw, before: Drawn | None = None
+    ) -> Drawn:
+        """Return the rows of a draw; those drawn `before` if nothing else has used rows since."""
         with self.held():
             uses = self._uses[self.place].rows.values()
-            return sum((use.key, use.use) != (draw.key, draw.use) for use in uses)
+            others = sum((use.key, use.use) != (draw.key, draw.use) for use in uses)
+            if before and before.others == others:
+                return before
+            return Drawn(self.rows(lm, task, draw), others)
 
     def note(
         self, lm: LM, samples: Sequence[Sample], *, use: str, key: str, task: Task

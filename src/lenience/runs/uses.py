@@ -193,9 +193,9 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
         raise InputError(
             f"prompt {first!r}: {where} has no such prompt in its split {draw.split!r}"
         )
-    rows = _Rows(task, samples, uses)
+    rows = _Rows(lm, task, samples, uses)
     drawn = rows.own(draw)
-    rows.spend_groups(lm)
+    rows.spend_groups()
     spent = Counter[str]()
     named = (
         [sample for sample in samples if sample.id in draw.ids] if draw.ids else samples
@@ -205,7 +205,7 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
             break
         if sample.id in rows.by_id and rows.by_id[sample.id].key == draw.key:
             continue  # the draw's own row already, for this or another use
-        used_for = rows.take(sample, prompt_digest(encoded(lm, task, sample)))
+        used_for = rows.take(sample)
         if used_for is None:
             drawn.append(sample)
         elif draw.ids:
@@ -239,7 +239,10 @@ def _units(samples: Sequence[Sample], key: str) -> list[Sample]:
 class _Rows:
     """The used rows of a task."""
 
-    def __init__(self, task: Task, samples: Sequence[Sample], uses: Iterable[Use]):
+    def __init__(
+        self, lm: LM, task: Task, samples: Sequence[Sample], uses: Iterable[Use]
+    ):
+        self._lm = lm
         self._task = task
         self._samples = {sample.id: sample for sample in samples}
         self.by_id = dict[str, Use]()
@@ -254,7 +257,7 @@ class _Rows:
                 self._use_of.setdefault(use.prompt, use.use)
         self._groups = {group_of(self._samples[id]) for id in self.by_id}
 
-    def spend_groups(self, lm: LM) -> None:
+    def spend_groups(self) -> None:
         """Mark a group as used if one of its prompts was used under another task or id."""
         if self._elsewhere:
             grouped = []
@@ -262,7 +265,7 @@ class _Rows:
                 if group_of(sample) is not None:
                     grouped.append(sample)
             for sample in grouped:
-                if self._elsewhere[prompt_digest(encoded(lm, self._task, sample))]:
+                if self._elsewhere[self._content(sample)]:
                     self._groups.add(group_of(sample))
 
     def own(self, draw: Draw) -> list[Sample]:
@@ -274,12 +277,16 @@ class _Rows:
         )
         return [self._samples[use.id] for use in noted]
 
-    def take(self, sample: Sample, content: str) -> str | None:
+    def _content(self, sample: Sample) -> str:
+        return prompt_digest(encoded(self._lm, self._task, sample))
+
+    def take(self, sample: Sample) -> str | None:
         """Return the earlier use of a row, or None if the row is unused. A use of the same prompt
         under another task or id excludes one row only."""
         if sample.id in self.by_id:
             return self.by_id[sample.id].use
         group = group_of(sample)
+        content = self._content(sample)
         if self._elsewhere[content] > 0:
             self._elsewhere[content] -= 1
             return self._use_of[content]
