@@ -511,16 +511,22 @@ def record_of(
     }
 
 
-def naive(using: Search, record: Record) -> Record:
+def naive(
+    using: Search,
+    record: Record,
+    keep: Callable[[list[list[int]]], None] | None = None,
+) -> Record:
     """Try each mismatch of the target's own answer alone. No mismatch is labelled if the target's
     answer is not found. Trying them from right to left gives the same labels, as the target writes
-    anew what follows a mismatch."""
+    anew what follows a mismatch. `keep` receives the answers after the swaps."""
     own = record["response_ids"]
     prompt = record["prompt_ids"]
     answered = record["answers"]["target"] is not None
     asked = differing(using.pair, record, own, "draft")
     starts = [prompt + own[:i] + [token] for i, token in asked]
     wholes = continued(using, starts, len(prompt), "target") if answered else starts
+    if keep is not None:
+        keep(wholes)
     mismatches = [
         {
             "position": i,

@@ -1,14 +1,15 @@
 """Probes of Judge Decoding (Bachmann 2025) on annotated answers by several authors, for any target.
 
     python studies/judge_authors.py OUT --target MODEL --annotated FILE [--weaker MODEL]
-        [--layers 10,20,30,norm] [--probes 150] [--max-new-tokens 128]
+        [--quantization int8] [--layers 10,20,30,norm] [--probes 150] [--max-new-tokens 128]
 
 FILE has the rows that `lenience fit --from annotated` reads, with a field `author`;
 benchmarks/real_inputs.py makes one for the target of docs/real.md. Answers are compared by their
 last number. Heads are linear, trained at a decay of 0.01, and score questions out of fold. Their
 threshold is the paper's, 0.5.
 
-Writes OUT/judge_authors.json and prints it:
+Writes OUT/judge_authors.json and prints it. Each probe's result is kept in OUT, from which a second
+call resumes:
 
 - `layers`: the AUC of a head on the target's state after each of some layers;
 - `authors`: for each author, the AUC of a head that learned from the other authors alone, and of
@@ -18,6 +19,8 @@ Writes OUT/judge_authors.json and prints it:
   it or after it;
 - `self_correction`: how often the target's answer is right if it continues a solution from just
   after an error, from the same place of the right solution, and from the question alone;
+- `quantized`: the AUC of heads that learned from the states of the target, or of its weights in 8
+  bits (torchao), on the states of either;
 - `weaker`: how many tokens of the target's own right answers a weaker model accepts, strictly, and
   how often each of the two models is right on these questions.
 """
@@ -29,16 +32,18 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from judge_decoding import aucs, run_length
-from judge_probes import out_of_fold, shares, standardised
+from judge_probes import FOLDS, out_of_fold, shares, standardised
 from numpy.typing import NDArray
 from rich.progress import track
 
 from lenience import load_pair
+from lenience.core.files import write_json
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples, FitConfig, Hyperparameters, fit_stopped
 from lenience.models.lm import LM
@@ -75,13 +80,11 @@ class Tokens:
         return standardised(Examples(self.states[:, layer], ~self.wrong, self.rows))
 
 
-def read_tokens(
-    lm: LM, path: Path, layers: Sequence[int | None], limit: int | None = None
-) -> Tokens:
+def read_tokens(lm: LM, path: Path, layers: Sequence[int | None]) -> Tokens:
     """Read the answers of an annotated file with the target."""
     parts: dict[str, list[NDArray]] = {}
     session_states = States(tuple(layers))
-    rows = read_annotated(path)[:limit]
+    rows = read_annotated(path)
     for index, row in enumerate(track(rows, "reading the answers")):
         prompt, marked = marked_answers(lm, row)
         session = Session(lm, states=session_states)
@@ -253,8 +256,118 @@ def read_by_weaker(
     }
 
 
+def with_quantized(tokens: Tokens, others: Tokens) -> dict[str, Any]:
+    """Return the AUC, out of fold, of heads that learned from the states of the target or of its
+    quantized form, on the states of either. Both are standardised as the head's own states are."""
+    x = {"target": tokens.states[:, -1], "quantized": others.states[:, -1]}
+    told: dict[str, Any] = {
+        "tokens": len(tokens.rows),
+        "own": int(tokens.own.sum()),
+        "own_in_both": int((tokens.own & others.own).sum()),
+        "own_in_quantized": int(others.own.sum()),
+        "rows": [],
+    }
+    for learned in x:
+        mean = x[learned].mean(0)
+        scale = x[learned].std(0) + 1e-6
+        examples = {
+            name: Examples((x[name] - mean) / scale, ~tokens.wrong, tokens.rows)
+            for name in x
+        }
+        scores = {name: np.zeros(len(tokens.rows)) for name in x}
+        for k in track(range(FOLDS), f"heads of the {learned}"):
+            held = tokens.rows % FOLDS == k
+            head = fit_stopped(
+                examples[learned].rows(~held),
+                FitConfig("adamw"),
+                Hyperparameters(decay=0.01),
+            )
+            for name in x:
+                scores[name][held] = head.logits(examples[name].in_memory[held])
+        for name in x:
+            found = aucs("auc", scores[name], examples[name])
+            told["rows"].append({"learned_from": learned, "scored": name, **found})
+    return told
+
+
 def layer_of(text: str) -> int | None:
     return None if text == "norm" else int(text)
+
+
+class Probes:
+    """The probes of a target, each run once. Rows of the self-correction and of the weaker model
+    are spread evenly over the file."""
+
+    def __init__(self, given: argparse.Namespace):
+        self.given = given
+        text = given.annotated.read_text(encoding="utf-8")
+        self.rows = [json.loads(line) for line in text.splitlines()]
+        step = max(1, len(self.rows) // given.probes)
+        self.spread = self.rows[::step][: given.probes]
+        self.layers = [layer_of(name) for name in given.layers.split(",")]
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        pair = load_pair(self.given.target, compile=False)
+        return read_tokens(pair.target, self.given.annotated, self.layers)
+
+    @cached_property
+    def scores(self) -> NDArray:
+        """Return the out-of-fold logits [m] of heads on the last of the layers."""
+        return out_of_fold(self.tokens.examples(-1), "linear")
+
+    def by_layer(self) -> list[dict[str, Any]]:
+        told = []
+        for i, layer in enumerate(track(self.layers, "layers")):
+            examples = self.tokens.examples(i)
+            scores = out_of_fold(examples, "linear")
+            name = "norm" if layer is None else layer
+            told.append({"layer": name, **aucs("auc", scores, examples)})
+        return told
+
+    def authors(self) -> dict[str, Any]:
+        names = [row["author"] for row in self.rows]
+        return authors_of(self.tokens, self.tokens.examples(-1), self.scores, names)
+
+    def first_objection(self) -> dict[str, Any]:
+        return first_objections(self.tokens, self.scores)
+
+    def quantized(self) -> dict[str, Any]:
+        quantized = load_pair(
+            self.given.target, compile=False, quantization=self.given.quantization
+        )
+        others = read_tokens(quantized.target, self.given.annotated, self.layers[-1:])
+        return with_quantized(self.tokens, others)
+
+    def self_correction(self) -> dict[str, Any]:
+        pair = load_pair(self.given.target, compile=True)
+        return self_correction(pair, self.spread, self.given.max_new_tokens)
+
+    def weaker(self) -> dict[str, Any]:
+        by_others = [row for row in self.spread if row["author"] != "target"]
+        return read_by_weaker(
+            self.given.target, self.given.weaker, by_others, self.given.max_new_tokens
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Return the results of all probes; those in OUT are not run again."""
+        probes: dict[str, Callable[[], Any]] = {
+            "layers": self.by_layer,
+            "authors": self.authors,
+            "first_objection": self.first_objection,
+            "self_correction": self.self_correction,
+        }
+        if self.given.quantization:
+            probes["quantized"] = self.quantized
+        if self.given.weaker:
+            probes["weaker"] = self.weaker
+        told: dict[str, Any] = {"rows": len(self.rows)}
+        for name, probe in probes.items():
+            path = self.given.out / f"{name}.json"
+            if not path.exists():
+                write_json(path, probe())
+            told[name] = json.loads(path.read_text(encoding="utf-8"))
+        return told
 
 
 def arguments() -> argparse.Namespace:
@@ -265,50 +378,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", required=True)
     parser.add_argument("--annotated", type=Path, required=True)
     parser.add_argument("--weaker", help="a weaker model with the same tokenizer")
+    parser.add_argument("--quantization", choices=("int8", "int4"))
     parser.add_argument("--layers", default="5,10,15,20,25,30,norm")
-    parser.add_argument(
-        "--rows", type=int, help="number of annotated rows; all by default"
-    )
     parser.add_argument("--probes", type=int, default=150)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     return parser.parse_args()
 
 
-def probes(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the results of all probes. Rows of the self-correction and of the weaker model are
-    spread evenly over the file."""
-    text = given.annotated.read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in text.splitlines()][: given.rows]
-    spread = rows[:: max(1, len(rows) // given.probes)][: given.probes]
-    layers = [layer_of(name) for name in given.layers.split(",")]
-    pair = load_pair(given.target, compile=False)
-    tokens = read_tokens(pair.target, given.annotated, layers, given.rows)
-    told: dict[str, Any] = {"rows": len(rows), "tokens": len(tokens.rows), "layers": []}
-    scores = np.empty(0)
-    for i, layer in enumerate(track(layers, "layers")):
-        examples = tokens.examples(i)
-        scores = out_of_fold(examples, "linear")
-        name = "norm" if layer is None else layer
-        told["layers"].append({"layer": name, **aucs("auc", scores, examples)})
-    # the last of the layers serves the other probes
-    told["authors"] = authors_of(
-        tokens, tokens.examples(-1), scores, [row["author"] for row in rows]
-    )
-    told["first_objection"] = first_objections(tokens, scores)
-    pair = load_pair(given.target, compile=True)
-    told["self_correction"] = self_correction(pair, spread, given.max_new_tokens)
-    if given.weaker:
-        own = [row for row in spread if row["author"] != "target"]
-        told["weaker"] = read_by_weaker(
-            given.target, given.weaker, own, given.max_new_tokens
-        )
-    return told
-
-
 def main() -> None:
     given = arguments()
     given.out.mkdir(parents=True, exist_ok=True)
-    told = probes(given)
+    told = Probes(given).run()
     write_results(given.out / "judge_authors.json", told)
     print(json.dumps(told, indent=1))
 

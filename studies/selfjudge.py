@@ -1,7 +1,8 @@
 """SelfJudge (2026) on any run's pair and task: labels by the target's own likelihoods beside labels
 by the answer, for the same mismatches.
 
-    python studies/selfjudge.py OUT [--run RUN] [--samples 300] [--problems 300]
+    python studies/selfjudge.py OUT [--run RUN] [--samples 300] [--problems 300] [--limits-on 100]
+        [--asked MODEL]
 
 Writes OUT/selfjudge.json and prints it:
 
@@ -10,7 +11,10 @@ Writes OUT/selfjudge.json and prints it:
   AUC of the score for labels by the answer, with its interval over resampled problems; that of its
   first part alone, the difference of the two tokens' log-probabilities; and, for each limit, the
   shares of important and of harmless mismatches under it. Limits are quantiles of the important
-  ones' scores on the first 100 samples, as the paper chooses its limit on 100 problems;
+  ones' scores on the first samples (--limits-on, 100), as the paper chooses its limit on 100
+  problems;
+- `by_prompt`, with --asked: the same AUC of a score by prompt: a chat model reads both answers, and
+  the score is its logit of "Yes" minus that of "No" when it is asked whether they mean the same;
 - `judges`: the same head on the same states, trained with either label;
 - `decoded`: these judges on other problems at window 8, at thresholds of recalls on their own
   labels, and `paired`, exact McNemar tests of each judge against strict decoding, and of judges by
@@ -33,12 +37,14 @@ from numpy.typing import NDArray
 from paired import Paired, mcnemar, right_answers
 from rich.progress import track
 
+from lenience import load_pair
 from lenience.cli.console import progress_bars, with_bars
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Inputs
 from lenience.mining.by_likelihood import scores
+from lenience.models.lm import LM
 from lenience.models.session import Session
 from lenience.rules.parsing import parse_rule
 from lenience.runs.journal import Journal
@@ -52,16 +58,24 @@ from recording import write_results
 Record = dict[str, Any]
 RECALLS = (0.8, 0.9, 0.95, 0.98, 0.995)
 LIMIT_RECALLS = (0.5, 0.8, 0.9, 0.95, 0.98)
-LIMIT_SAMPLES = 100
 WINDOW = 8
+SAID = ("Yes", "No")
+QUESTION = (
+    "Question: {question}\n\nAnswer A: {own}\n\nAnswer B: {swapped}\n\nDo the two answers mean the "
+    "same? Reply with Yes or No."
+)
 
 
 def by_answers(using: Search, folder: Path, records: Sequence[Record]) -> list[Record]:
     """Label the mismatches of the target's own answers by the answer after the swap. Resumes."""
     journal = Journal(folder / "journal.jsonl")
+    swapped = Journal(folder / "swapped.jsonl")
     done = {record["id"] for record in journal.resume()}
     for record in track([r for r in records if r["id"] not in done], "labels"):
-        journal.write(naive(using, record))
+        answers = list[list[int]]()
+        labelled = naive(using, record, answers.extend)
+        swapped.write({"id": record["id"], "answers": answers})
+        journal.write(labelled)
     return [record for record in journal if record["answers"]["target"] is not None]
 
 
@@ -87,11 +101,34 @@ def score(pair: Pair, records: Sequence[Record]) -> tuple[NDArray, NDArray]:
     return np.array(whole), np.array(first)
 
 
+def by_prompt(
+    lm: LM, using: Search, folder: Path, records: Sequence[Record]
+) -> NDArray:
+    """Return the score by prompt of each answer after a swap, high for "Yes"."""
+    yes, no = (
+        lm.tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in SAID
+    )
+    swapped = {row["id"]: row["answers"] for row in Journal(folder / "swapped.jsonl")}
+    decode = using.pair.target.decode
+    found = []
+    for record in track(records, "asking"):
+        own = decode(record["response_ids"])
+        prompt = using.samples[record["id"]].prompt
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        for answer in swapped[record["id"]]:
+            text = QUESTION.format(question=question, own=own, swapped=decode(answer))
+            ids = lm.encode([{"role": "user", "content": text}])
+            logits = Session(lm).read([ids]).logits[0, -1]
+            found.append(float(logits[yes] - logits[no]))
+    return np.array(found)
+
+
 def labels(
-    rated: NDArray, first: NDArray, important: NDArray, samples: NDArray
+    rated: NDArray, first: NDArray, important: NDArray, samples: NDArray, limits_on: int
 ) -> dict[str, Any]:
-    """Compare scores with the labels by the answer."""
-    chosen_on = samples < LIMIT_SAMPLES
+    """Compare scores with the labels by the answer. Limits are chosen on the first `limits_on`
+    samples."""
+    chosen_on = samples < limits_on
     rows = []
     for recall in LIMIT_RECALLS:
         limit = float(np.quantile(rated[chosen_on & important], recall))
@@ -217,6 +254,10 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--samples", type=int, default=300)
     parser.add_argument("--problems", type=int, default=300)
+    parser.add_argument("--limits-on", type=int, default=100)
+    parser.add_argument(
+        "--asked", help="chat model that is asked whether answers mean the same"
+    )
     given = parser.parse_args()
     about = study(given)
     write_results(given.out / "selfjudge.json", about)
@@ -231,11 +272,17 @@ def study(given: argparse.Namespace) -> dict[str, Any]:
     records = source.first(out / "mined", given.samples)
     (out / "answer").mkdir(parents=True, exist_ok=True)
     (out / "answer" / "run.json").write_text((out / "mined" / "run.json").read_text())
-    found = by_answers(Search.of(source, pair, records), out / "answer", records)
+    using = Search.of(source, pair, records)
+    found = by_answers(using, out / "answer", records)
     rated, first = score(pair, found)
     important = np.array([s["important"] for r in found for s in r["mismatches"]])
     samples = np.repeat(range(len(found)), [len(r["mismatches"]) for r in found])
-    told = labels(rated, first, important, samples)
+    told = labels(rated, first, important, samples, given.limits_on)
+    if given.asked:
+        asked = load_pair(given.asked, compile=False).target
+        by_asked = by_prompt(asked, using, out / "answer", found)
+        told["by_prompt"] = measured(by_asked, ~important, samples)
+        told["says_yes"] = float((by_asked > 0).mean())
     figures = {}
     rules = {}
     figures["answer"], rules["answer"] = judged(pair, out / "answer")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lenience import load_pair
 from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
 from lenience.decoding.pair import Pair
@@ -27,6 +28,7 @@ import judge_labels
 import next_judges
 import numpy as np
 import paired
+import selfjudge
 from mined import Mined
 
 
@@ -398,3 +400,48 @@ def test_answers_are_right_if_their_last_numbers_are_equal() -> None:
     assert judge_authors.is_right("that is 1,200", "so 1200.0")
     assert not judge_authors.is_right("7 and 4", "The answer is 7")
     assert not judge_authors.is_right("none", "The answer is 7")
+
+
+def test_a_score_by_prompt_is_the_logit_of_yes_minus_that_of_no(
+    tmp_path: Path, llama: Pair, chatting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer after a swap is asked about, in order; the logits are transformers' own."""
+    monkeypatch.setattr(selfjudge, "SAID", ("w3", "w8"))
+    # the tokenizer of the tests knows few words
+    monkeypatch.setattr(selfjudge, "QUESTION", "{question} w1 {own} w2 {swapped} w3")
+    lm = load_pair(chatting, compile=False).target
+    task = SampleTask()
+    samples = {sample.id: sample for sample in list(task.samples("train"))[:2]}
+    using = autojudge.Search(llama, task, samples, 20)
+    records = []
+    for id, sample in samples.items():
+        ids = llama.target.encode(sample.prompt)
+        own = autojudge.continued(using, [ids], len(ids), "target")[0]
+        record = {"id": id, "prompt_ids": ids, "response_ids": own}
+        records.append({**record, "answers": {"target": "0"}})
+    found = selfjudge.by_answers(using, tmp_path, records)
+    scores = selfjudge.by_prompt(lm, using, tmp_path, found)
+    yes, no = (lm.tokenizer(word)["input_ids"][-1] for word in ("w3", "w8"))
+    expected = []
+    for record in found:
+        prompt = record["prompt_ids"]
+        own = record["response_ids"]
+        for swap in record["mismatches"]:
+            start = prompt + own[: swap["position"]] + [swap["draft_token"]]
+            (whole,) = autojudge.continued(using, [start], len(prompt), "target")
+            text = selfjudge.QUESTION.format(
+                question=samples[record["id"]].prompt,
+                own=llama.target.decode(own),
+                swapped=llama.target.decode(whole),
+            )
+            asked = lm.tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}],
+                add_generation_prompt=True,
+                return_dict=True,
+                return_tensors="pt",
+            )
+            with torch.no_grad():
+                logits = lm.model(asked["input_ids"]).logits[0, -1]
+            expected.append(float(logits[yes] - logits[no]))
+    assert len(expected) > 5
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
