@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 from capabilities import needs
@@ -19,9 +20,9 @@ from capabilities import needs
 from lenience.core.errors import InputError, RunError
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
-from lenience.mining.crew import Crew, ProcessCrew
+from lenience.mining.crew import Crew, HiredWorker, ProcessCrew
 from lenience.mining.search import MineConfig, mine
-from lenience.mining.work import WorkerPlan
+from lenience.mining.work import Part, WorkerPlan
 from lenience.runs.journal import Journal
 from lenience.tasks import Task, load_task
 
@@ -131,7 +132,7 @@ from pathlib import Path
 from lenience.decoding.loading import load_pair
 from lenience.mining.crew import ProcessCrew
 from lenience.mining.search import MineConfig, mine
-from lenience.mining.work import WorkerPlan
+from lenience.mining.work import Part, WorkerPlan
 from lenience.tasks import load_task
 plan = WorkerPlan(**json.loads(sys.argv[1]))
 crew = ProcessCrew(plan, 2)
@@ -238,12 +239,53 @@ def ray_crew(plan: WorkerPlan, cluster) -> Crew:
     return RayCrew(plan, cluster.address)
 
 
+class Watched:
+    """A crew that counts the samples of each worker, in the order in which workers came. The first
+    two go on after a number of samples when a third has mined one."""
+
+    def __init__(self, crew: Crew, alone: int):
+        self.crew = crew
+        self.most = crew.most
+        self.at_once = crew.at_once
+        self.alone = alone
+        self.mined = list[int]()
+        self.helped = Event()
+
+    def hire(self, number: int) -> HiredWorker | None:
+        worker = self.crew.hire(number)
+        if worker is None:
+            return None
+        place = len(self.mined)
+        self.mined.append(0)
+        mine_part = worker.mine
+
+        def counted(part: Part) -> Iterator[dict]:
+            for record in mine_part(part):
+                if place < 2 and sum(self.mined) >= self.alone:
+                    assert self.helped.wait(300)
+                self.mined[place] += 1
+                if place == 2:
+                    self.helped.set()
+                yield record
+
+        worker.mine = counted
+        return worker
+
+    def stop(self) -> None:
+        self.crew.stop()
+
+    def close(self) -> None:
+        self.crew.close()
+
+
 @needs("ray")
 def test_a_lost_node_loses_nothing_and_an_added_one_helps(
     plan: WorkerPlan, pair: Pair, task: Task, whole: list[dict], tmp_path: Path, cluster
 ) -> None:
+    """Each node has room for one worker, so the third worker is the added node's."""
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
     cluster.wait_for_nodes()
+    crew = Watched(ray_crew(plan, cluster), alone=9)
     happened = list[str]()
 
     def change(phase: str, done: int, total: int) -> None:
@@ -251,12 +293,14 @@ def test_a_lost_node_loses_nothing_and_an_added_one_helps(
             cluster.add_node(num_cpus=1)
             happened.append("added")
         elif done == 9:
+            assert crew.helped.wait(300)
             cluster.remove_node(nodes[0], allow_graceful=False)
             happened.append("lost")
 
     config = MineConfig(limit=SAMPLES, batch_size=2)
-    mine(pair, task, tmp_path, config, change, ray_crew(plan, cluster))
+    mine(pair, task, tmp_path, config, change, crew)
     assert happened == ["added", "lost"] and lines(tmp_path) == whole
+    assert len(crew.mined) == 3 and all(crew.mined)
 
 
 @needs("ray")
