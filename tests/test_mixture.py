@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -184,6 +185,36 @@ def test_acceptance_alone_moves_the_weight_to_the_draft(
     history = fit_mixture(llama, Same(), tmp_path, plan).metrics["history"]
     assert {row["reward"] for row in history} == {1.0}
     assert history[-1]["rejected"] < 0.8 * history[0]["rejected"]
+
+
+def test_an_interrupted_training_resumes_after_its_last_update(
+    llama: Pair, tmp_path: Path
+) -> None:
+    """The head is that of an undisturbed training, and another plan begins anew."""
+    task = WithReferences()
+    mine(llama, task, tmp_path, MineConfig(limit=6))
+    plan = MixturePlan(tmp_path / "mixture", updates=6, batch_size=4, rate=0.05)
+    whole = fit_mixture(llama, task, tmp_path, replace(plan, out=tmp_path / "whole"))
+    updates = list[int]()
+
+    def stop_after_three(phase: str, done: int, total: int) -> None:
+        updates.append(done)
+        if len(updates) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit_mixture(llama, task, tmp_path, plan, stop_after_three)
+    head = fit_mixture(llama, task, tmp_path, plan, stop_after_three)
+    assert updates == [1, 2, 3, 4, 5, 6]
+    torch.testing.assert_close(head.weight, whole.weight, atol=0, rtol=0)
+    assert head.bias == whole.bias and head.metrics == whole.metrics
+    assert not (plan.out / "training.safetensors").exists()
+    updates.clear()
+    with pytest.raises(KeyboardInterrupt):
+        fit_mixture(llama, task, tmp_path, plan, stop_after_three)
+    updates.clear()
+    other = replace(plan, updates=2)
+    assert len(fit_mixture(llama, task, tmp_path, other).metrics["history"]) == 2
 
 
 def test_samples_without_references_are_refused(llama: Pair, tmp_path: Path) -> None:

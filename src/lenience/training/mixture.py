@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lenience.core.errors import InputError
+from lenience.core.files import digest
 from lenience.core.progress import Progress, silent
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
@@ -27,6 +29,7 @@ from lenience.runs.record import mined_samples
 from lenience.tasks import Sample, Task, take
 from lenience.training.features import check_models
 from lenience.training.fit import prompt_digests
+from lenience.training.trainer import AVERAGES, Checkpoint
 
 INPUTS = Inputs(("draft", "target"), ("previous",))
 """The states that predict a token, of both models."""
@@ -100,30 +103,45 @@ def fit_mixture(
     Each update decodes answers with the head so far, greedily, and rewards right answers with 1.
     The loss is −(reward − baseline) · Σ log mixture(token) per answer, plus `plan.acceptance` times
     the sum of the probabilities that a drafted token is rejected, weight · TV(target, draft).
-    Raises InputError if the run has other models, or its samples have no references.
+    An interrupted training resumes after its last update. Raises InputError if the run has other
+    models, or its samples have no references.
     """
     pair.require_draft("fit --mixture")
     check_models(pair, run)
     task = task_for(pair, task, progress)
     samples = _samples(task, run)
-    rng = np.random.default_rng(plan.seed)
-    order = cycle(rng.permutation(len(samples)).tolist())
+    order = np.random.default_rng(plan.seed).permutation(len(samples)).tolist()
     head = _head(pair, run, plan)
-    training: _Training | None = None
-    history: list[dict[str, float]] = []
+    made_of = _identity(head, samples, plan)
+    checkpoint = Checkpoint(plan.out / "training.safetensors", made_of)
+    training = _Training.resumed(checkpoint, plan)
     with TemporaryDirectory() as folder:
-        for update in range(plan.updates):
-            head.save(Path(folder))
-            chosen = [samples[i] for i in islice(order, plan.batch_size)]
-            rollouts = _rollouts(pair, task, chosen, Path(folder), plan.window)
+        for update in range(training.done if training else 0, plan.updates):
+            (training.head(head) if training else head).save(Path(folder))
+            first = update * plan.batch_size
+            chosen = islice(cycle(order), first, first + plan.batch_size)
+            rollouts = _rollouts(
+                pair, task, [samples[i] for i in chosen], Path(folder), plan.window
+            )
             training = training or _Training(_standardising(rollouts), plan)
-            history.append(training.update(rollouts))
-            weight, bias = training.weigher.folded()
-            head = replace(head, weight=weight, bias=bias)
+            training.update(rollouts)
+            training.save(checkpoint)
             progress("training the mixture", update + 1, plan.updates)
-    head = replace(head, metrics={**head.metrics, "history": history})
+    history = training.history if training else []
+    head = replace(
+        training.head(head) if training else head,
+        metrics={**head.metrics, "history": history},
+    )
     head.save(plan.out)
+    checkpoint.forget()
     return head
+
+
+def _identity(head: Head, samples: Sequence[Sample], plan: MixturePlan) -> str:
+    """Return a digest of the models, data and settings of a training."""
+    rows = [[sample.id, sample.prompt, sample.reference] for sample in samples]
+    settings = [plan.updates, plan.batch_size, plan.rate, plan.acceptance, plan.window]
+    return digest([dict(head.fingerprints), rows, settings, plan.seed], sort_keys=True)
 
 
 class _Training:
@@ -132,15 +150,51 @@ class _Training:
     def __init__(self, weigher: _Weigher, plan: MixturePlan):
         self.weigher = weigher
         self.plan = plan
+        self.history: list[dict[str, float]] = []
+        """Mean reward, and mean probability that a drafted token is rejected, of each update."""
         self._baseline: float | None = None
         self._optimizer = torch.optim.AdamW(weigher.layer.parameters(), lr=plan.rate)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda done: _rate(done, plan.updates)
-        )
 
-    def update(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Make a step, and return the mean reward and the mean probability that a drafted token is
-        rejected. The baseline is a running mean of the rewards before this step."""
+    @classmethod
+    def resumed(cls, checkpoint: Checkpoint, plan: MixturePlan) -> _Training | None:
+        """Return the training that a checkpoint holds; None if there is none."""
+        found = checkpoint.read()
+        if found is None:
+            return None
+        saved, about = found
+        training = cls(_Weigher(saved["mean"], saved["scale"]), plan)
+        training.history = json.loads(about["history"])
+        training._baseline = json.loads(about["baseline"])
+        for name, weight in training.weigher.layer.named_parameters():
+            weight.data.copy_(saved[name])
+            training._optimizer.state[weight] = {
+                key: saved[f"{key}.{name}"] for key in AVERAGES
+            }
+        return training
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        tensors = {"mean": self.weigher.mean, "scale": self.weigher.scale}
+        for name, weight in self.weigher.layer.named_parameters():
+            tensors[name] = weight
+            state = self._optimizer.state[weight]
+            tensors |= {f"{key}.{name}": state[key] for key in AVERAGES}
+        facts = {"history": self.history, "baseline": self._baseline}
+        checkpoint.save(tensors, {key: json.dumps(facts[key]) for key in facts})
+
+    @property
+    def done(self) -> int:
+        """Return the number of updates."""
+        return len(self.history)
+
+    def head(self, head: Head) -> Head:
+        """Return the head with the weights so far."""
+        weight, bias = self.weigher.folded()
+        return replace(head, weight=weight, bias=bias)
+
+    def update(self, rollouts: Sequence[Rollout]) -> None:
+        """Make a step. The baseline is a running mean of the rewards before this step."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.plan.rate * _rate(self.done, self.plan.updates)
         reward = float(np.mean([rollout.reward for rollout in rollouts]))
         against = reward if self._baseline is None else self._baseline
         self._baseline = MOMENTUM * against + (1 - MOMENTUM) * reward
@@ -148,8 +202,7 @@ class _Training:
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
-        self._schedule.step()
-        return {"reward": reward, "rejected": rejected}
+        self.history.append({"reward": reward, "rejected": rejected})
 
 
 def _samples(task: Task, run: Path) -> list[Sample]:
@@ -250,7 +303,7 @@ def _loss(
 
 
 def _rate(done: int, updates: int) -> float:
-    """Return the share of the peak learning rate after `done` updates."""
+    """Return the share of the peak learning rate of the update after `done` updates."""
     warm = max(1, updates // 10)
     if done < warm:
         return 0.1 + 0.9 * done / warm

@@ -61,6 +61,37 @@ class Schedule:
     """Learning rate of the first epoch; it falls to 0 along a cosine."""
 
 
+class Checkpoint:
+    """A file with the state of a training, which another training does not resume."""
+
+    def __init__(self, path: Path, made_of: str):
+        """Take `made_of`, which identifies the models, data and settings."""
+        self.path = path
+        self.made_of = made_of
+
+    def save(self, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
+        """Replace the state by these tensors and facts."""
+        stored = {name: part.detach().contiguous() for name, part in tensors.items()}
+        with replacing(self.path) as new:
+            save_file(stored, new, {"of": self.made_of, **about})
+
+    def read(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+        """Return the tensors and facts; None if there is no checkpoint of the same training."""
+        try:
+            with safe_open(self.path, "pt") as file:
+                about = file.metadata() or {}
+                if about.get("of") != self.made_of:
+                    return None
+                names = list(file.keys())  # the file is not a dict
+                return {name: file.get_tensor(name) for name in names}, about
+        except (OSError, SafetensorError):
+            return None
+
+    def forget(self) -> None:
+        """Delete the file."""
+        self.path.unlink(missing_ok=True)
+
+
 class Training:
     """Training of weights, saved in a checkpoint after each epoch. The result is the weights of the
     epoch with the highest measure."""
@@ -68,12 +99,10 @@ class Training:
     def __init__(
         self, weights: Mapping[str, Tensor], path: Path, made_of: str, plan: Schedule
     ):
-        """Take `made_of`, which identifies the models, data and settings; the checkpoint of another
-        training is not resumed."""
+        """Take `made_of`, which identifies the models, data and settings."""
         self.weights = weights
-        self.path = path
-        self.made_of = made_of
         self.plan = plan
+        self._checkpoint = Checkpoint(path, made_of)
         for weight in weights.values():
             weight.requires_grad_(True)
         self.best = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -120,7 +149,7 @@ class Training:
         """Take an optimiser step on a loss. Raises RunError if the loss is NaN or infinite."""
         if not bool(loss.isfinite()):
             what = f"the loss of epoch {self.done + 1} is NaN or infinite"
-            raise RunError(f"{self.path.parent}: {what}; {CAUSES}")
+            raise RunError(f"{self._checkpoint.path.parent}: {what}; {CAUSES}")
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights.values(), LARGEST_GRADIENT)
@@ -128,7 +157,7 @@ class Training:
 
     def forget(self) -> None:
         """Delete the checkpoint."""
-        self.path.unlink(missing_ok=True)
+        self._checkpoint.forget()
 
     def _save(self) -> None:
         tensors: dict[str, Tensor] = {}
@@ -137,27 +166,15 @@ class Training:
             tensors |= {f"now.{name}": weight.detach(), f"best.{name}": self.best[name]}
             # a weight that took no step yet has no state
             tensors |= {f"{key}.{name}": state[key] for key in AVERAGES if key in state}
-        about = {
-            "of": self.made_of,
-            "done": str(self.done),
-            "best": repr(self.best_measure),
-        }
-        with replacing(self.path) as new:
-            save_file(
-                {name: part.contiguous() for name, part in tensors.items()}, new, about
-            )
+        about = {"done": str(self.done), "best": repr(self.best_measure)}
+        self._checkpoint.save(tensors, about)
 
     def _resume(self) -> None:
         """Restore the checkpoint, if there is one of the same training."""
-        try:
-            with safe_open(self.path, "pt") as file:
-                about = file.metadata() or {}
-                if about.get("of") != self.made_of:
-                    return
-                names = list(file.keys())  # the file is not a dict
-                saved = {name: file.get_tensor(name) for name in names}
-        except (OSError, SafetensorError):
+        kept_state = self._checkpoint.read()
+        if kept_state is None:
             return
+        saved, about = kept_state
         self.done = int(about["done"])
         self.best_measure = float(about["best"])
         with torch.no_grad():
