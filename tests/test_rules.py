@@ -21,6 +21,7 @@ from lenience import InputError
 from lenience.core.context import Context, Row
 from lenience.core.needs import Needs
 from lenience.core.noise import Noise, uniform
+from lenience.core.numeric import argmax
 from lenience.core.protocols import Rule
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.pair import Pair
@@ -1229,3 +1230,22 @@ def test_a_path_with_marks_of_specs_is_read_back(mark: str) -> None:
     """As journals and certificates hold a rule's own text."""
     for rule in (Judge(f"runs/a{mark}b/judge", 0.9), Judge(f"{mark}judge")):
         assert parse_rule(str(rule)).terms == (rule,), str(rule)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(5,), (1, 1), (2, 3, 7), (1, 0, 4), (3, 5, 1000), (1, 9, 49152)]
+)
+def test_the_largest_of_each_row_is_the_one_that_torch_finds(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Among equal ones the first, a NaN before everything, and through a strided view too."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    several = values.clone()
+    several[..., 1::3] = 9.0
+    holed = values.clone()
+    holed[..., -1:] = torch.nan
+    nothing = torch.full(shape, -torch.inf, dtype=dtype)
+    for case in (values, several, holed, nothing, several.transpose(0, -1)):
+        found = argmax(case)
+        assert found.dtype == torch.int64 and torch.equal(found, case.argmax(-1))

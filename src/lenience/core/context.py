@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lenience.core.noise import Noise, gumbel_argmax
+from lenience.core.numeric import argmax
 from lenience.core.transfer import to_device
 from lenience.core.types import Step
 
@@ -186,9 +187,7 @@ class Context:
             return self._by_group(lambda ctx, rows: ctx.probs(logits[rows]))
         logits = logits.float()
         if self.greedy:
-            return torch.nn.functional.one_hot(
-                logits.argmax(-1), logits.shape[-1]
-            ).float()
+            return torch.nn.functional.one_hot(argmax(logits), logits.shape[-1]).float()
         return torch.softmax(self._warp(logits), -1)
 
     def _warp(self, logits: Tensor) -> Tensor:
@@ -298,7 +297,7 @@ class Context:
         if self.is_mixed:
             return self._by_group(lambda ctx, rows: ctx.draw(logits[rows], ahead))
         if self.greedy:
-            return logits.argmax(-1)
+            return argmax(logits)
         keys = self.noise_keys(logits.shape[1], "token", ahead, logits.device)
         return gumbel_argmax(self.probs(logits), keys)
 

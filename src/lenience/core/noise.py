@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lenience.core.numeric import argmax
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -57,7 +59,7 @@ _GOLDEN = -0x61C8864680B583EB  # 2⁶⁴ divided by the golden ratio, as a signe
 def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
     """Draw a token from each of `probs` […, V], which need not sum to 1, by an exponential race on
     `keys` […] (the Gumbel trick)."""
-    return _race(probs, keys).argmax(-1)
+    return argmax(_race(probs, keys))
 
 
 def without_replacement(probs: Tensor, keys: Tensor, k: int) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lenience.core.numeric import argmax
+
 Finish = Literal["eos", "stop", "length", "context"]
 Origin = Literal["draft", "draft-lenient", "draft-trusted", "correction", "bonus"]
 Alternatives = Sequence[tuple[int, float]]
@@ -109,7 +111,7 @@ class Reading:
     @cached_property
     def greedy_tokens(self) -> Tensor:
         """Return [B, W + 1]: the most probable token at each state."""
-        return self.logits.argmax(-1)
+        return argmax(self.logits)
 
     def rows(self, which: Sequence[int]) -> Reading:
         """Return the reading of the rows of these indices alone."""

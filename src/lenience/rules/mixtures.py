@@ -16,6 +16,7 @@ from torch import Tensor
 from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.needs import Needs, Parts
+from lenience.core.numeric import argmax
 from lenience.core.types import Draft, Reading
 from lenience.heads.head import HeadReference
 from lenience.rules.base import (
@@ -66,7 +67,7 @@ class Mixing(Lenient):
             own_choice = logs >= logs.amax(-1, keepdim=True)
             allowed &= own_choice | (drafted <= self.overshoot * logs.exp())
         mixed = mixed.where(allowed, -1.0)
-        inside = mixed.argmax(-1).where(draft.proposed, own[:, :-1])
+        inside = argmax(mixed).where(draft.proposed, own[:, :-1])
         return torch.cat([inside, own[:, -1:]], 1)
 
     def next_token(
@@ -190,7 +191,7 @@ class Cascade(Lenient):
         if not draft.width:
             return own
         before = reading.logits[:, :-1]
-        best = draft.tokens if draft.logits is None else draft.logits.argmax(-1)
+        best = draft.tokens if draft.logits is None else argmax(draft.logits)
         distance = (best != own[:, :-1]).float()  # TV of one-token distributions
         stays = self._stays(before, draft.logits, distance, ctx)
         stays = gather_tokens(stays, best) & draft.proposed
