@@ -70,13 +70,16 @@ def by_answers(using: Search, folder: Path, records: Sequence[Record]) -> list[R
     """Label the mismatches of the target's own answers by the answer after the swap. Resumes."""
     journal = Journal(folder / "journal.jsonl")
     swapped = Journal(folder / "swapped.jsonl")
-    done = {record["id"] for record in journal.resume()}
+    kept = {row["id"] for row in swapped.resume()}
+    done = {record["id"] for record in journal.resume() if record["id"] in kept}
     for record in track([r for r in records if r["id"] not in done], "labels"):
         answers = list[list[int]]()
         labelled = naive(using, record, answers.extend)
         swapped.write({"id": record["id"], "answers": answers})
         journal.write(labelled)
-    return [record for record in journal if record["answers"]["target"] is not None]
+    labelled_by_id = {record["id"]: record for record in journal}
+    found = [labelled_by_id[record["id"]] for record in records]
+    return [record for record in found if record["answers"]["target"] is not None]
 
 
 def score(pair: Pair, records: Sequence[Record]) -> tuple[NDArray, NDArray]:

@@ -13,6 +13,7 @@ import pytest
 
 import lenience
 from lenience.core.context import Row
+from lenience.core.errors import InputError
 from lenience.decoding.decoder import Binding, Decoder, DecoderOptions, Ends
 from lenience.decoding.options import Options, names, option_types
 from lenience.decoding.pair import Pair
@@ -100,6 +101,26 @@ def test_a_certified_decoder_with_another_option_is_certified_no_longer() -> Non
     assert certified.with_options({}).bound_to is certified.bound_to
     changed = certified.with_options({"rule": "topk:2", "max_new_tokens": 20})
     assert changed.bound_to is None and changed.answer_tokens == 20
+
+
+def test_a_decoder_with_other_parts_is_the_one_that_is_read_from_their_texts() -> None:
+    settings = {"window": 7, "temperature": 0.5, "stop": "confidence:0.3", "seed": 3}
+    decoder = Decoder.of(settings, rule="topk:2", tree="dynamic:6")
+    bound = replace(
+        decoder, bound_to=Binding("certified:run", {}), ends=Ends(5, ("w1",))
+    )
+    for changed, texts in (
+        (bound.for_target(), {"rule": "target"}),
+        (bound.for_strict(), {"rule": "exact"}),
+        (
+            bound.with_parts(window=2, max_new_tokens=9),
+            {"window": 2, "max_new_tokens": 9},
+        ),
+    ):
+        assert changed == decoder.with_options(texts)
+        assert changed.bound_to is None and changed.ends == Ends()
+    with pytest.raises(InputError, match="max_new_tokens 0: must be 1 or more"):
+        bound.with_parts(max_new_tokens=0)
 
 
 def test_a_row_has_one_open_place() -> None:

@@ -215,6 +215,15 @@ def test_an_interrupted_training_resumes_after_its_last_update(
     updates.clear()
     other = replace(plan, updates=2)
     assert len(fit_mixture(llama, task, tmp_path, other).metrics["history"]) == 2
+    updates.clear()
+    with pytest.raises(KeyboardInterrupt):
+        fit_mixture(llama, task, tmp_path, plan, stop_after_three)
+    updates.clear()
+    # what counts as right has changed
+    task.version = 2
+    with pytest.raises(KeyboardInterrupt):
+        fit_mixture(llama, task, tmp_path, plan, stop_after_three)
+    assert updates == [1, 2, 3]
 
 
 def test_samples_without_references_are_refused(llama: Pair, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -319,56 +320,132 @@ def read_by_hand(**changed: list) -> judge_authors.Tokens:
         "own": [1, 0, 1, 1, 0] * 2,
         "wrong": [0, 0, 0, 0, 1] * 2,
         "rows": [0] * 5 + [1] * 5,
+        "questions": [0] * 5 + [1] * 5,
         "of_wrong": [0, 0, 0, 1, 1] * 2,
     }
-    kinds = {"own": bool, "wrong": bool, "rows": int, "of_wrong": bool}
+    whole = ("rows", "questions")
     arrays = {
-        name: np.array(changed.get(name, value), kinds[name])
+        name: np.array(changed.get(name, value), int if name in whole else bool)
         for name, value in values.items()
     }
-    states = np.random.default_rng(0).normal(size=(10, 1, 4)).astype(np.float32)
-    return judge_authors.Tokens(states=states, **arrays)
+    return judge_authors.Tokens(states=np.zeros((10, 1, 4), np.float32), **arrays)
 
 
 def test_verified_answers_end_at_their_first_rejected_token() -> None:
-    tokens = read_by_hand()
-    right = ~tokens.of_wrong & (tokens.rows == 0)
-    found = judge_authors.verified(tokens, right, tokens.own)
-    assert found == {
-        "share_accepted": pytest.approx(2 / 3),
-        "tokens_before_a_rejection": 1,
-    }
+    tokens = read_by_hand(own=[1, 0, 1, 1, 0, 1, 1, 1, 1, 0])
+    found = judge_authors.verified(tokens, ~tokens.of_wrong, tokens.own)
+    assert found["share_accepted"] == pytest.approx((2 / 3 + 1) / 2)
+    assert found["tokens_before_a_rejection"] == (1 + 3) / 2
+    # resampled answers are both the one, both the other, or one each
+    assert found["share_accepted_interval"] == pytest.approx([2 / 3, 1])
+    errors = judge_authors.errors_accepted(tokens, tokens.rows == 0, tokens.own)
+    assert errors["share"] == 0
+    everything = np.ones(10, bool)
+    errors = judge_authors.errors_accepted(tokens, everything, everything)
+    assert errors["share"] == 1
 
 
 def test_a_first_objection_stands_at_the_error_or_before_it_or_nowhere() -> None:
     """The target's own tokens are never rejected; others are if their logit is below zero."""
     tokens = read_by_hand(own=[1, 1, 1, 1, 0, 1, 1, 1, 0, 0])
+    names = np.repeat(["a", "b"], 5)
     for logits, where in (
         ([9, 9, 9, -9, -9, 9, 9, 9, 9, -9], "at the error"),
         ([9, 9, 9, 9, -9, 9, 9, 9, -9, -9], "before it"),
         ([9, 9, 9, 9, -9, 9, 9, 9, 9, 9], "not by its end"),
     ):
-        found = judge_authors.first_objections(tokens, np.array(logits))
-        # the first row's objection is at the error each time; the second row decides
-        others = [name for name in ("at the error", "before it") if name != where]
-        assert found["n"] == 2
-        assert found[where]["share"] == (1 if where == "at the error" else 0.5)
-        assert sum(found[name]["share"] for name in (where, *others)) == 1
+        accepted = {"judge": judge_authors.accepted_by(tokens, np.array(logits))}
+        found = judge_authors.first_objections(tokens, accepted, names)
+        assert found["a"]["n"] == found["b"]["n"] == 1
+        for author, place in (("a", "at the error"), ("b", where)):
+            shares = {key: row["share"] for key, row in found[author]["judge"].items()}
+            assert shares.pop(place) == 1 and not any(shares.values())
 
 
-def test_a_head_without_an_author_learns_nothing_from_the_author() -> None:
+def drawn_tokens(rows: int, questions: np.ndarray) -> judge_authors.Tokens:
     rng = np.random.default_rng(0)
-    harmless = rng.random(400) < 0.5
-    x = (rng.normal(size=(400, 6)) + harmless[:, None]).astype(np.float32)
-    strangers = np.arange(400) >= 300
-    scores = []
-    for flipped in (np.zeros(400, bool), strangers, ~strangers):
-        labels = np.where(flipped, ~harmless, harmless)
-        examples = Examples(x, labels, np.arange(400))
-        scores.append(judge_authors.scores_of_strangers(examples, strangers))
-    assert np.isnan(scores[0][:300]).all() and not np.isnan(scores[0][300:]).any()
-    assert (scores[0][300:] == scores[1][300:]).all()
-    assert np.corrcoef(scores[0][300:], scores[2][300:])[0, 1] < 0
+    wrong = rng.random(rows) < 0.5
+    x = (rng.normal(size=(rows, 1, 6)) - wrong[:, None, None]).astype(np.float32)
+    nothing = np.zeros(rows, bool)
+    return judge_authors.Tokens(x, nothing, wrong, np.arange(rows), questions, nothing)
+
+
+def test_a_head_knows_nothing_of_rows_that_it_does_not_learn_from() -> None:
+    """Neither their labels nor their states, not even for the scale."""
+    tokens = drawn_tokens(400, np.arange(400))
+    x = tokens.states[:, 0]
+    learned = np.arange(400) < 300
+    asked = {"own": x[~learned]}
+    scores = judge_authors.scores_of(x, tokens, learned, asked)["own"]
+    others = replace(tokens, wrong=np.where(learned, tokens.wrong, ~tokens.wrong))
+    moved = np.where(learned[:, None], x, 50 * x + 9)
+    again = judge_authors.scores_of(moved, others, learned, asked)["own"]
+    assert (scores == again).all()
+    flipped = replace(tokens, wrong=~tokens.wrong)
+    turned = judge_authors.scores_of(x, flipped, learned, asked)["own"]
+    assert np.corrcoef(scores, turned)[0, 1] < 0
+
+
+def test_no_head_scores_a_question_that_it_has_learned_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """States name their question. Of 60 questions in 5 folds a head learns from 48, or from fewer
+    if it may learn from no more."""
+    questions = np.tile(np.arange(60), 4)
+    tokens = drawn_tokens(240, questions)
+    x = questions[:, None].astype(np.float32)
+    calls = []
+
+    def look(
+        x: np.ndarray, tokens: judge_authors.Tokens, learned: np.ndarray, asked: dict
+    ) -> dict[str, np.ndarray]:
+        known = set(tokens.questions[learned])
+        assert not known & set(asked["own"][:, 0])
+        calls.append((len(known), int(learned.sum()), len(asked["own"])))
+        return {name: rows[:, 0] for name, rows in asked.items()}
+
+    monkeypatch.setattr(judge_authors, "scores_of", look)
+    scores = judge_authors.out_of_fold(x, tokens, others=x + 100)
+    assert calls == [(48, 192, 48)] * 5
+    assert (scores["own"] == questions).all()
+    assert (scores["others"] == questions + 100).all()
+    calls.clear()
+    judge_authors.out_of_fold(x, tokens, most=30)
+    assert calls == [(30, 120, 48)] * 5
+
+
+def test_aucs_are_compared_on_the_same_questions() -> None:
+    tokens = drawn_tokens(300, np.arange(300) // 3)
+    good = (~tokens.wrong).astype(float)
+    noise = np.random.default_rng(2).random(300)
+    everything = np.ones(300, bool)
+    found = judge_authors.compared(tokens, {"a": good, "b": noise}, everything)
+    assert found["a"]["value"] == 1 and found["a"]["interval"] == [1, 1]
+    difference = found["a minus b"]
+    assert difference["value"] == pytest.approx(1 - found["b"]["value"])
+    # the first is always 1, so the difference is as uncertain as the second
+    low, high = found["b"]["interval"]
+    assert difference["interval"] == pytest.approx([1 - high, 1 - low])
+
+
+@pytest.mark.parametrize(
+    ("correct", "wrong", "end"),
+    [
+        ("2 and 13 are 15, less 4 is 11.", "2 and 13 are 95, less 4 is 11.", 15),
+        ("2 and 13 are 15, less 4 is 11.", "2 and 13 are 19, less 4 is 11.", 15),
+        # the last number, or the answer itself, leaves nothing to correct
+        ("2 and 13 are 15, less 4 is 11.", "2 and 13 are 15, less 4 is 91.", None),
+        ("That is 11. The answer is 11.", "That is 19. The answer is 11.", None),
+        # the wrong answer goes on otherwise
+        ("2 and 13 are 15, less 4 is 11.", "2 and 13 are 915, less 4 is 911.", None),
+    ],
+)
+def test_a_slip_ends_with_its_number_if_something_is_left_to_correct(
+    correct: str, wrong: str, end: int | None
+) -> None:
+    begin = next(i for i, (a, b) in enumerate(zip(correct, wrong)) if a != b)
+    row = {"correct": correct, "wrong": wrong, "error": [begin, begin + 1]}
+    assert judge_authors.end_of_slip(row) == end
 
 
 def test_annotated_answers_are_read_as_transformers_reads_them(

@@ -132,7 +132,7 @@ from pathlib import Path
 from lenience.decoding.loading import load_pair
 from lenience.mining.crew import ProcessCrew
 from lenience.mining.search import MineConfig, mine
-from lenience.mining.work import Part, WorkerPlan
+from lenience.mining.work import WorkerPlan
 from lenience.tasks import load_task
 plan = WorkerPlan(**json.loads(sys.argv[1]))
 crew = ProcessCrew(plan, 2)

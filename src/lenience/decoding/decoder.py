@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 from lenience.core.errors import InputError
 from lenience.core.needs import Layers
@@ -60,6 +60,18 @@ class DecoderOptions(TypedDict, total=False):
     top_p: float | None
     seed: int | None
     stop_strings: str | Iterable[str]
+
+
+class DecoderParts(TypedDict, total=False):
+    """Fields of a decoder that may be changed, with their types."""
+
+    rule: Rule
+    drafter: DrafterSpec
+    tree: Tree
+    window: int | Literal["auto"]
+    stop: Stop
+    max_new_tokens: int
+    stop_strings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -148,15 +160,15 @@ class Decoder(PlainOptions):
             window = changed.get("window", self.window)
             depth = window if isinstance(window, int) and window > 0 else None
             specs["tree"] = parse_tree(options["tree"], depth)
-        return self.with_parts(**changed, **specs)
+        return replace(self, **changed, **specs, ends=Ends(), bound_to=None)
 
-    def with_parts(self, **parts: Any) -> Decoder:
-        """Return the decoder with some fields changed, no longer bound to a certificate. Fields
-        have their own types; nothing is parsed."""
+    def with_parts(self, **parts: Unpack[DecoderParts]) -> Decoder:
+        """Return the decoder with some fields changed, no longer bound to a certificate and its
+        earlier ends. Nothing is parsed."""
         return replace(self, **parts, ends=Ends(), bound_to=None)
 
     def for_target(self) -> Decoder:
-        """Return the decoder of the target alone, with the same sampling and ends of answers."""
+        """Return the decoder of the target alone, with the same options otherwise."""
         return self.with_parts(rule=Baseline("target"))
 
     def for_strict(self) -> Decoder:

@@ -32,9 +32,11 @@ MOST_SCORED = 64
 def for_task(decoder: Decoder, options: Mapping[str, Any], task: Task) -> Decoder:
     """Return the decoder with the task's length limit and stop strings, unless `options` sets
     them."""
-    own = {"max_new_tokens": task.max_new_tokens, "stop_strings": task.stop_strings}
-    missing = {name: own[name] for name in own if options.get(name) is None}
-    return decoder.with_parts(**missing) if missing else decoder
+    if options.get("max_new_tokens") is None:
+        decoder = decoder.with_parts(max_new_tokens=task.max_new_tokens)
+    if options.get("stop_strings") is None:
+        decoder = decoder.with_parts(stop_strings=task.stop_strings)
+    return decoder
 
 
 class Answer(Record):

@@ -112,7 +112,7 @@ def fit_mixture(
     samples = _samples(task, run)
     order = np.random.default_rng(plan.seed).permutation(len(samples)).tolist()
     head = _head(pair, run, plan)
-    made_of = _identity(head, samples, plan)
+    made_of = _identity(head, task, samples, plan)
     checkpoint = Checkpoint(plan.out / "training.safetensors", made_of)
     training = _Training.resumed(checkpoint, plan)
     with TemporaryDirectory() as folder:
@@ -137,11 +137,16 @@ def fit_mixture(
     return head
 
 
-def _identity(head: Head, samples: Sequence[Sample], plan: MixturePlan) -> str:
-    """Return a digest of the models, data and settings of a training."""
+def _identity(
+    head: Head, task: Task, samples: Sequence[Sample], plan: MixturePlan
+) -> str:
+    """Return a digest of the models, data, scoring and settings of a training."""
     rows = [[sample.id, sample.prompt, sample.reference] for sample in samples]
     settings = [plan.updates, plan.batch_size, plan.rate, plan.acceptance, plan.window]
-    return digest([dict(head.fingerprints), rows, settings, plan.seed], sort_keys=True)
+    scoring = [task.name, task.version, task.reads]
+    ends = [task.max_new_tokens, list(task.stop_strings)]
+    parts = [dict(head.fingerprints), rows, scoring, ends, settings, plan.seed]
+    return digest(parts, sort_keys=True)
 
 
 class _Training:
@@ -173,6 +178,7 @@ class _Training:
         return training
 
     def save(self, checkpoint: Checkpoint) -> None:
+        """Save the state after the last update."""
         tensors = {"mean": self.weigher.mean, "scale": self.weigher.scale}
         for name, weight in self.weigher.layer.named_parameters():
             tensors[name] = weight

@@ -62,7 +62,7 @@ class Schedule:
 
 
 class Checkpoint:
-    """A file with the state of a training, which another training does not resume."""
+    """A file with the state of a training. Only the same training can read it."""
 
     def __init__(self, path: Path, made_of: str):
         """Take `made_of`, which identifies the models, data and settings."""
