@@ -319,38 +319,46 @@ def end_of_slip(row: Row) -> int | None:
     return at[0].end()
 
 
+def continued(
+    pair: Pair, rows: Sequence[Row], begun: Sequence[str], length: int
+) -> list[bool]:
+    """Let the target continue answers that have begun. Return which of them end right."""
+    lm = pair.target
+    prompts = []
+    for row, text in zip(rows, begun):
+        ids = lm.tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompts.append([*lm.encode(row["question"]), *ids])
+    outs = pair.generate_batch(
+        prompts, rule="target", max_new_tokens=length, batch_size=16
+    )
+    return [
+        is_right(text + out.text, row["correct"])
+        for row, text, out in zip(rows, begun, outs)
+    ]
+
+
 def self_correction(pair: Pair, rows: Sequence[Row], length: int) -> dict[str, Any]:
     """Let the target continue after a wrong number, after the right one at the same place, and
-    after the question."""
-    lm = pair.target
+    after the question. Each row has a number after which something is left to correct."""
     ends = [end_of_slip(row) for row in rows]
-    asked = [(row, end) for row, end in zip(rows, ends) if end is not None]
-    right: dict[str, str] = {}
-    for name, key in {
-        "wrong number": "wrong",
-        "right number": "correct",
-        "question": "",
-    }.items():
-        begun = [row[key][:end] if key else "" for row, end in asked]
-        prompts = []
-        for (row, _), text in zip(asked, begun):
-            ids = lm.tokenizer(text, add_special_tokens=False)["input_ids"]
-            prompts.append([*lm.encode(row["question"]), *ids])
-        outs = pair.generate_batch(
-            prompts, rule="target", max_new_tokens=length, batch_size=16
-        )
-        marks = [
-            is_right(text + out.text, row["correct"])
-            for (row, _), text, out in zip(asked, begun, outs)
-        ]
-        right[name] = "".join(str(int(mark)) for mark in marks)
-    told: dict[str, Any] = {"n": len(asked), "right": right}
-    authors = np.array([row["author"] for row, _ in asked])
-    for name, text in right.items():
-        is_one = np.array(list(text)) == "1"
-        told[f"after {name}"] = shares(is_one.tolist())
+    starts = {
+        "wrong number": [row["wrong"][:end] for row, end in zip(rows, ends)],
+        "right number": [row["correct"][:end] for row, end in zip(rows, ends)],
+        "question": [""] * len(rows),
+    }
+    marks = {
+        name: np.array(continued(pair, rows, begun, length))
+        for name, begun in starts.items()
+    }
+    right = {
+        name: "".join(map(str, found.astype(int))) for name, found in marks.items()
+    }
+    authors = np.array([row["author"] for row in rows])
+    told: dict[str, Any] = {"n": len(rows), "right": right}
+    for name, found in marks.items():
+        told[f"after {name}"] = shares(found.tolist())
         told[f"after {name}, by author"] = {
-            author: shares(is_one[authors == author].tolist())
+            author: shares(found[authors == author].tolist())
             for author in np.unique(authors).tolist()
         }
     told["paired"] = [

@@ -19,6 +19,8 @@ Writes OUT/selfjudge.json and prints it:
 - `decoded`: these judges on other problems at window 8, at thresholds of recalls on their own
   labels, and `paired`, exact McNemar tests of each judge against strict decoding, and of judges by
   likelihood against those by answers, at the same recall and at the nearest tokens per pass.
+
+With --problems 0 nothing is trained or decoded.
 """
 
 from __future__ import annotations
@@ -286,6 +288,9 @@ def study(given: argparse.Namespace) -> dict[str, Any]:
         by_asked = by_prompt(asked, using, out / "answer", found)
         told["by_prompt"] = measured(by_asked, ~important, samples)
         told["says_yes"] = float((by_asked > 0).mean())
+    about = {"pair": pair.name, "task": source.task.label, "labels": told}
+    if not given.problems:
+        return about
     figures = {}
     rules = {}
     figures["answer"], rules["answer"] = judged(pair, out / "answer")
@@ -293,13 +298,7 @@ def study(given: argparse.Namespace) -> dict[str, Any]:
         name = f"likelihood {row['limit']:.1f}"
         write_labelled(out / name, out / "answer", found, rated < row["limit"])
         figures[name], rules[name] = judged(pair, out / name)
-    return {
-        "pair": pair.name,
-        "task": source.task.label,
-        "labels": told,
-        "judges": figures,
-        **decode(pair, source.task, rules, given),
-    }
+    return {**about, "judges": figures, **decode(pair, source.task, rules, given)}
 
 
 if __name__ == "__main__":
