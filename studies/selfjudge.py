@@ -279,15 +279,7 @@ def study(given: argparse.Namespace) -> dict[str, Any]:
     (out / "answer" / "run.json").write_text((out / "mined" / "run.json").read_text())
     using = Search.of(source, pair, records)
     found = by_answers(using, out / "answer", records)
-    rated, first = score(pair, found)
-    important = np.array([s["important"] for r in found for s in r["mismatches"]])
-    samples = np.repeat(range(len(found)), [len(r["mismatches"]) for r in found])
-    told = labels(rated, first, important, samples, given.limits_on)
-    if given.asked:
-        asked = load_pair(given.asked, compile=False).target
-        by_asked = by_prompt(asked, using, out / "answer", found)
-        told["by_prompt"] = measured(by_asked, ~important, samples)
-        told["says_yes"] = float((by_asked > 0).mean())
+    told, rated = rate(using, found, given)
     about = {"pair": pair.name, "task": source.task.label, "labels": told}
     if not given.problems:
         return about
@@ -299,6 +291,22 @@ def study(given: argparse.Namespace) -> dict[str, Any]:
         write_labelled(out / name, out / "answer", found, rated < row["limit"])
         figures[name], rules[name] = judged(pair, out / name)
     return {**about, "judges": figures, **decode(pair, source.task, rules, given)}
+
+
+def rate(
+    using: Search, found: Sequence[Record], given: argparse.Namespace
+) -> tuple[dict[str, Any], NDArray]:
+    """Score labelled mismatches. Return the figures, and the scores by likelihood."""
+    rated, first = score(using.pair, found)
+    important = np.array([s["important"] for r in found for s in r["mismatches"]])
+    samples = np.repeat(range(len(found)), [len(r["mismatches"]) for r in found])
+    told = labels(rated, first, important, samples, given.limits_on)
+    if given.asked:
+        asked = load_pair(given.asked, compile=False).target
+        by_asked = by_prompt(asked, using, given.out / "answer", found)
+        told["by_prompt"] = measured(by_asked, ~important, samples)
+        told["says_yes"] = float((by_asked > 0).mean())
+    return told, rated
 
 
 if __name__ == "__main__":
