@@ -6,6 +6,7 @@ by the answer, for the same mismatches.
 
 Writes OUT/selfjudge.json and prints it:
 
+- `run_labels`: the run's own labels of the same samples, by algorithm 1;
 - `labels`: each mismatch of the target's own answers is labelled by the answer after the swap, as
   the naive search does, and scored by likelihood, as `lenience mine --labels likelihood` does. The
   AUC of the score for labels by the answer, with its interval over resampled problems; that of its
@@ -280,7 +281,12 @@ def study(given: argparse.Namespace) -> dict[str, Any]:
     using = Search.of(source, pair, records)
     found = by_answers(using, out / "answer", records)
     told, rated = rate(using, found, given)
-    about = {"pair": pair.name, "task": source.task.label, "labels": told}
+    about = {
+        "pair": pair.name,
+        "task": source.task.label,
+        "run_labels": counts(records),
+        "labels": told,
+    }
     if not given.problems:
         return about
     figures = {}
@@ -291,6 +297,17 @@ def study(given: argparse.Namespace) -> dict[str, Any]:
         write_labelled(out / name, out / "answer", found, rated < row["limit"])
         figures[name], rules[name] = judged(pair, out / name)
     return {**about, "judges": figures, **decode(pair, source.task, rules, given)}
+
+
+def counts(records: Sequence[Record]) -> dict[str, int]:
+    """Return the number of labelled mismatches of a run's records, and of important ones."""
+    labelled = [
+        swap["important"]
+        for record in records
+        for swap in record["mismatches"]
+        if swap["important"] is not None
+    ]
+    return {"mismatches": len(labelled), "important": sum(labelled)}
 
 
 def rate(
