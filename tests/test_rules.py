@@ -1249,3 +1249,5 @@ def test_the_largest_of_each_row_is_the_one_that_torch_finds(
     for case in (values, several, holed, nothing, several.transpose(0, -1)):
         found = argmax(case)
         assert found.dtype == torch.int64 and torch.equal(found, case.argmax(-1))
+    learned = values.clone().requires_grad_()
+    assert torch.equal(argmax(learned), values.argmax(-1))

@@ -373,7 +373,6 @@ def _planned(
                 if answer:
                     needed.append(answer)
         decoded |= {(answer.setting, answer.id): answer for answer in needed}
-        kept = tokens_per_pass(lenient)
         n = config.sample_size(losses, on.attempt.share, config.max_drop / 4)
         each = config.draws / pilot
         passes = sum(answer.target_passes for answer in decoded.values()) * each
@@ -382,7 +381,7 @@ def _planned(
         yield PlannedSetting(
             rule=rule,
             pilot_loss=float(lost),
-            tokens_per_pass=kept,
+            tokens_per_pass=tokens_per_pass(lenient),
             prompts=n,
             target_passes=None if n is None else round(passes * n),
             minutes=None if n is None else round(seconds * n / 60, 2),

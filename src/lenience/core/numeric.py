@@ -1,4 +1,4 @@
-"""Numeric operations that PyTorch does slowly on a CPU."""
+"""Numeric operations that are slow in PyTorch on a CPU."""
 
 from __future__ import annotations
 

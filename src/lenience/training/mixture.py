@@ -128,10 +128,8 @@ def fit_mixture(
             training.save(checkpoint)
             progress("training the mixture", update + 1, plan.updates)
     history = training.history if training else []
-    head = replace(
-        training.head(head) if training else head,
-        metrics={**head.metrics, "history": history},
-    )
+    head = training.head(head) if training else head
+    head = replace(head, metrics={**head.metrics, "history": history})
     head.save(plan.out)
     checkpoint.forget()
     return head
