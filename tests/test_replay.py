@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from test_batch import assert_same
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lenience.core import numeric
 from lenience.decoding import loop, soundness
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
@@ -241,7 +242,7 @@ def test_a_cycle_waits_for_the_device_once(
 
     for module in (session, loop, soundness):
         monkeypatch.setattr(module, "to_host_async", of_this_cycle)
-    for module in (judging, soundness):
+    for module in (judging, soundness, numeric):
         # as on a GPU
         monkeypatch.setattr(module, "looks_cheaply", lambda tensor: False)
     for lm in (llama.target, llama.draft):
