@@ -24,9 +24,9 @@ STOP_TOKENS = 64
 STOP_WINDOW = 32
 """Window of the decoding that a stop learns from. It is wide, since the bonus after a fully
 accepted window is not a drafted token."""
-INTERLEAVED = 32
-"""Window for interleaving both models' tokens. It is wide, since the target writes the token after
-a full window."""
+INTERLEAVED = 8
+"""Window for interleaving both models' tokens. The target also writes the token after a full
+window, which a coin leaves full once in 2^8."""
 GATE_PREFIXES = 12
 """Number of a gate's training rows per sample and kind of prefix."""
 
