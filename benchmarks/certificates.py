@@ -449,9 +449,8 @@ def drawn(
     encoder: Any = Encoder()
     for number in range(REPEATS):
         samples, lost = rows(rng)
-        used = draw_rows(
-            encoder, Rows(samples), Draw(str(number), 600, "calibration"), ()
-        )
+        draw = Draw(str(number), 600, "calibration")
+        used = draw_rows(encoder, Rows(samples), samples, draw, ())
         losses = np.array([lost[one.prompt] for one in used], float)
         false += test.passed_at(losses) is not None
     return {"attack": said, "true": mean, "limit": 0.05, **share_of(false)}

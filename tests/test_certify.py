@@ -58,8 +58,13 @@ from lenience.runs import certificate as certified
 from lenience.runs.certificate import Certificate, TriedSetting
 from lenience.runs.journal import Journal
 from lenience.runs.ledger import Ledger
-from lenience.runs.record import check_prompts
-from lenience.runs.uses import Draw, locked, note_uses, prompt_digest
+from lenience.runs.uses import (
+    Draw,
+    check_prompts,
+    locked,
+    note_uses,
+    prompt_digest,
+)
 from lenience.tasks import Sample, Score, as_task
 from lenience.training.annotated import Annotated
 from lenience.training.fit import HeadPlan, fit_annotated, fit_run

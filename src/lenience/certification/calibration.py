@@ -34,7 +34,8 @@ from lenience.runs.certificate import (
 )
 from lenience.runs.journal import open_run
 from lenience.runs.ledger import Attempt, Ledger
-from lenience.runs.record import check_prompts, describe
+from lenience.runs.record import describe
+from lenience.runs.uses import check_prompts
 from lenience.tasks import Sample, Task
 
 if TYPE_CHECKING:

@@ -345,14 +345,14 @@ def plan(
     """
     asked = replace(config, limit=pilot, ids=config.ids[:pilot])
     with calibration(pair, task, folder, asked, use="pilot", progress=progress) as on:
+        least = config.least_prompts(on.attempt.share)
         rows = [row for chain in on.chains() for row in _planned(on, config, chain)]
-        share = on.attempt.share
     return Plan(
         plan=rows,
         pilot=on.most,
         max_drop=config.max_drop,
         confidence=config.confidence,
-        least=config.least_prompts(share),
+        least=least,
     )
 
 
@@ -373,6 +373,7 @@ def _planned(
                 if answer:
                     needed.append(answer)
         decoded |= {(answer.setting, answer.id): answer for answer in needed}
+        speed = tokens_per_pass(lenient)
         n = config.sample_size(losses, on.attempt.share, config.max_drop / 4)
         each = config.draws / pilot
         passes = sum(answer.target_passes for answer in decoded.values()) * each
@@ -381,7 +382,7 @@ def _planned(
         yield PlannedSetting(
             rule=rule,
             pilot_loss=float(lost),
-            tokens_per_pass=tokens_per_pass(lenient),
+            tokens_per_pass=speed,
             prompts=n,
             target_passes=None if n is None else round(passes * n),
             minutes=None if n is None else round(seconds * n / 60, 2),

@@ -39,8 +39,7 @@ from lenience.runs.certificate import (
     Certificate,
 )
 from lenience.runs.ledger import Ledger
-from lenience.runs.record import check_prompts
-from lenience.runs.uses import Draw, aligned
+from lenience.runs.uses import Draw, aligned, check_prompts
 from lenience.tasks import Sample, Task
 from lenience.tasks.base import Messages
 

@@ -32,14 +32,13 @@ from lenience.cli.options import (
     given,
     needs_draft,
 )
-from lenience.cli.servers import FLOOR, STORE, Servers, measure_noise, print_speeds
+from lenience.cli.servers import STORE, Servers, prepare, print_speeds
 from lenience.cli.steps import audit_run, certify_run, compare_run, plan_run, tune_run
 from lenience.cli.tables import print_grades
 from lenience.core.errors import InputError, RunError
 from lenience.core.files import write_json
 
 if TYPE_CHECKING:
-    from lenience.certification.question import CertifyConfig
     from lenience.decoding.pair import Pair
     from lenience.evaluation.compare import CompareConfig
     from lenience.evaluation.table import Frontier, MinedText
@@ -206,13 +205,13 @@ def certify(
     config = flags.config(run, given(decoding))
     choice = choice_of(run, choice or TaskChoice())
     task = choice.load()
-    if config.split not in ("train", "test"):
-        # raises for an unknown split, before the models are loaded
-        take(task, config.split, 1)
+    # raises for an unknown split, before the models are loaded
+    samples = take(task, config.split, config.num_prompts() if servers.named else 1)
     answers = flags.pilot if flags.plan else config.num_prompts()
     if servers.named:
         models = models_of(run, models)
-        pair = _served(flags, models, run, config, task)
+        pair = _served(run, flags, models)
+        prepare(servers, pair, config, task, samples)
         remember(run, models, choice)
     else:
         drafts = needs_draft(decoder_of(given(decoding)))
@@ -231,25 +230,11 @@ def certify(
         raise RunError(f"{run}: nothing is certified ({outcome['reason']})")
 
 
-def _served(
-    flags: CertifyFlags, models: Models, run: Path, config: CertifyConfig, task: Task
-) -> Pair:
-    """Return servers in the role of a pair. Print the maximum cost of a certificate, and how often
-    each server differs from itself."""
-    from lenience.runs.answers import for_task
-    from lenience.tasks import take
-
+def _served(run: Path, flags: CertifyFlags, models: Models) -> Pair:
+    """Return servers in the role of a pair, whose answers are kept in the run folder."""
     check_folder(run)
     run.mkdir(parents=True, exist_ok=True)
-    servers = flags.servers
-    pair = servers.pair(models.system, run / STORE, flags.claim)
-    samples = take(task, config.split, config.num_prompts())
-    most = config.options.get("max_new_tokens", task.max_new_tokens)
-    servers.say_plan(samples, config.draws, most)
-    decoder = for_task(config.decoder, config.options, task)
-    alone = decoder.for_target().with_parts(window=0)
-    measure_noise(cast("ServedPair", pair), task, samples[:FLOOR], alone)
-    return pair
+    return flags.servers.pair(models.system, run / STORE, flags.claim)
 
 
 def tune(

@@ -14,6 +14,7 @@ from lenience.core.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from lenience.certification.question import CertifyConfig
     from lenience.decoding.decoder import Decoder
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
@@ -149,6 +150,24 @@ def served_answers(
             columns.append(pair.generate_batch(prompts, decoder))
     for row in zip(*columns):
         yield list(zip(pair.endpoints, row))
+
+
+def prepare(
+    servers: Servers,
+    pair: Pair,
+    config: CertifyConfig,
+    task: Task,
+    samples: list[Sample],
+) -> None:
+    """Print the maximum cost of a certificate on samples, and how often each server differs from
+    itself."""
+    from lenience.runs.answers import for_task
+
+    most = config.options.get("max_new_tokens", task.max_new_tokens)
+    servers.say_plan(samples, config.draws, most)
+    decoder = for_task(config.decoder, config.options, task)
+    alone = decoder.for_target().with_parts(window=0)
+    measure_noise(cast("ServedPair", pair), task, samples[:FLOOR], alone)
 
 
 def measure_noise(

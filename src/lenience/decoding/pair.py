@@ -38,6 +38,7 @@ from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM
 from lenience.models.prompts import Prompt, several
 from lenience.models.session import Session
+from lenience.models.translation import shares_vocabulary
 
 T = TypeVar("T")
 BATCH_SIZE = 16
@@ -128,6 +129,11 @@ class Pair:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the target's tokenizer; prompts and answers use its ids."""
         return self.target.tokenizer
+
+    @property
+    def shares_vocabulary(self) -> bool:
+        """Return True if the draft reads the target's token ids; False without a draft."""
+        return self.draft is not None and shares_vocabulary(self.target, self.draft)
 
     def encode(self, prompt: Prompt, reader: LM) -> list[int]:
         """Return the token ids of a prompt, by the target's tokenizer and chat template, checked

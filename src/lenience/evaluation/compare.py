@@ -39,8 +39,8 @@ from lenience.runs.answers import Answer, Answers, for_task
 from lenience.runs.certificate import refuse_certified
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.ledger import Ledger
-from lenience.runs.record import check_prompts, describe
-from lenience.runs.uses import aligned, fitted_in, prompt_digest
+from lenience.runs.record import describe
+from lenience.runs.uses import aligned, check_prompts, fitted_in, prompt_digest
 from lenience.tasks import Sample, Task, take
 
 DEFAULT_WINDOWS = (2, 4, 8, 16, 32)

@@ -42,12 +42,11 @@ from lenience.runs.record import (
     MinedSample,
     MiningCost,
     Mismatch,
-    check_prompts,
     describe,
     mined_first,
     mined_samples,
 )
-from lenience.runs.uses import prompt_digest
+from lenience.runs.uses import check_prompts, prompt_digest
 from lenience.tasks import Sample, Task, take
 
 DRAFT_MODEL = DraftModel()

@@ -131,7 +131,9 @@ class Ledger:
     def rows(self, lm: LM, task: Task, draw: Draw) -> list[Sample]:
         """Return the rows of a draw, as `draw_rows` does."""
         with self.held():
-            return draw_rows(lm, task, draw, uses_of(self.place, self.folder, draw))
+            samples = take(task, draw.split, None)
+            uses = uses_of(self.place, self.folder, draw)
+            return draw_rows(lm, task, samples, draw, uses)
 
     def drawn(
         self, lm: LM, task: Task, draw: Draw, before: Drawn | None = None

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from lenience.core.errors import InputError, TooLong
 from lenience.core.files import read_json
 from lenience.core.records import Record
 from lenience.core.version import VERSION
 from lenience.decoding.options import OWN
 from lenience.runs.journal import Journal
-from lenience.tasks import Sample, Task
+from lenience.tasks import Task
 from lenience.tasks.base import AnswerValue
 
 if TYPE_CHECKING:
     from lenience.decoding.pair import Pair
-    from lenience.models.lm import LM
 
 
 class ModelRecord(Record):
@@ -172,33 +170,3 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
         "task_version": task.version,
         **options,
     }
-
-
-def encoded(
-    lm: LM, task: Task, sample: Sample, prompt: list[int] | None = None
-) -> list[int]:
-    """Return the token ids of a sample's prompt, or of `prompt` instead. Raises InputError with the
-    sample's id."""
-    try:
-        return lm.encode(prompt or sample.prompt)
-    except InputError as error:
-        mend = (
-            ", or leave out long prompts (--skip-long)"
-            if isinstance(error, TooLong)
-            else ""
-        )
-        raise InputError(
-            f"task {task.name!r}, sample {sample.id}: {error}{mend}"
-        ) from None
-
-
-def check_prompts(pair: Pair, task: Task, samples: Sequence[Sample]) -> None:
-    """Raise InputError for the first sample whose prompt a model cannot process, such as one that
-    exceeds its context."""
-    from lenience.models.translation import shares_vocabulary
-
-    for sample in samples:
-        ids = encoded(pair.target, task, sample)
-        # both must have room for it
-        if pair.draft is not None and shares_vocabulary(pair.target, pair.draft):
-            encoded(pair.draft, task, sample, ids)

@@ -1,4 +1,4 @@
-"""Records of used prompts; a certificate needs unused prompts. No torch."""
+"""Prompts of a task and the records of their use; a certificate needs unused prompts. No torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from lenience.core.errors import InputError
+from lenience.core.errors import InputError, TooLong
 from lenience.core.files import digest, read_json
 from lenience.core.records import Record
 from lenience.runs.journal import Journal
-from lenience.runs.record import encoded, mined_samples
-from lenience.tasks import Sample, Task, take
+from lenience.runs.record import mined_samples
+from lenience.tasks import Sample, Task
 
 if TYPE_CHECKING:
     from lenience.core.protocols import TrainedPart
+    from lenience.decoding.pair import Pair
     from lenience.models.lm import LM
     from lenience.models.prompts import Prompt
 
@@ -89,6 +90,31 @@ def aligned(draft: LM | None) -> tuple[TrainedPart, ...]:
     if file is None or not file.is_file():
         return ()
     return (AlignedDraft(str(file.parent), tuple(read_json(file)["prompts"])),)
+
+
+def encoded(task: Task, sample: Sample, lm: LM, draft: LM | None = None) -> list[int]:
+    """Return the token ids of a sample's prompt, which must leave room in the contexts of `lm` and
+    of a `draft` that reads the same ids. Raises InputError with the sample's id."""
+    try:
+        ids = lm.encode(sample.prompt)
+        return ids if draft is None else draft.encode(ids)
+    except InputError as error:
+        mend = (
+            ", or leave out long prompts (--skip-long)"
+            if isinstance(error, TooLong)
+            else ""
+        )
+        raise InputError(
+            f"task {task.name!r}, sample {sample.id}: {error}{mend}"
+        ) from None
+
+
+def check_prompts(pair: Pair, task: Task, samples: Sequence[Sample]) -> None:
+    """Raise InputError for the first sample whose prompt a model cannot process, such as one that
+    exceeds its context."""
+    draft = pair.draft if pair.shares_vocabulary else None
+    for sample in samples:
+        encoded(task, sample, pair.target, draft)
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
@@ -174,10 +200,12 @@ def uses_of(ledger: Path, folder: Path, draw: Draw) -> list[Use]:
     ]
 
 
-def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sample]:
-    """Return up to `draw.n` rows of a task: first the rows already recorded for this draw, in
-    order, then unused rows at random. Mining, training, other certificates and window selection are
-    uses.
+def draw_rows(
+    lm: LM, task: Task, samples: Sequence[Sample], draw: Draw, uses: Iterable[Use]
+) -> list[Sample]:
+    """Return up to `draw.n` of the rows of a task's split: first the rows already recorded for this
+    draw, in order, then unused rows at random. Mining, training, other certificates
+    and window selection are uses.
 
     A row is identified by task and id. If a prompt was used on k rows of another task or id, k of
     its rows count as used here. Its other rows may be drawn, so a frequent prompt keeps its weight
@@ -185,7 +213,6 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
     a used row is left out. Raises InputError if an id in `draw.ids` is unknown or used, or no row
     is left.
     """
-    samples = take(task, draw.split, None)
     where = f"task {task.name!r}"
     unknown = set(draw.ids) - {sample.id for sample in samples}
     if unknown:
@@ -278,7 +305,7 @@ class _Rows:
         return [self._samples[use.id] for use in noted]
 
     def _content(self, sample: Sample) -> str:
-        return prompt_digest(encoded(self._lm, self._task, sample))
+        return prompt_digest(encoded(self._task, sample, self._lm))
 
     def take(self, sample: Sample) -> str | None:
         """Return the earlier use of a row, or None if the row is unused. A use of the same prompt

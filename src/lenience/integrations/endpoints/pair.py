@@ -103,6 +103,7 @@ class ServedPair:
     engine_name = NAME
     engine_setup = NAME
     draft = None
+    shares_vocabulary = False
     compiled = False
     answers_at_a_time = 1
     models: Mapping[str, Any]
