@@ -2,12 +2,14 @@
 JSON object.
 
     git worktree add ../before COMMIT
-    python benchmarks/engine_against.py ../before [--turns 15] [--prompts 8]
+    python benchmarks/engine_against.py ../before [--pairs 7] [--turns 3] [--prompts 4]
 
 Each checkout runs in its own process. The two processes decode the same prompts in turn, so that
-both see the same machine. For each decoder, `ratio` is the median over turns of this checkout's
-tokens per second over the other's, with the 95 % interval of the median (order statistics).
-`same_tokens` is true if both gave the same tokens in every turn.
+both see the same machine. Several pairs of processes are started one after the other, since two
+processes with the same code differ by a few percent (where their memory lies). For each decoder,
+`ratios` holds a pair's median over turns of this checkout's tokens per second over the other's.
+`ratio` is the median over pairs, with its 95 % interval (order statistics). `same_tokens` is true
+if both gave the same tokens in every turn.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from scipy.stats import binom
 
 ROOT = Path(__file__).parents[1]
 MAX_NEW_TOKENS = 160
-LEAST_TURNS = 6
-"""Fewest turns of which smallest and largest are a 95 % interval of the median."""
+LEAST_PAIRS = 6
+"""Fewest pairs of which smallest and largest are a 95 % interval of the median."""
 DECODERS: dict[str, dict[str, Any]] = {
     "target": {"rule": "target"},
     "exact, window 4": {"rule": "exact", "window": 4},
@@ -122,22 +124,38 @@ def interval(ratios: list[float]) -> list[float]:
     return [ranked[max(0, low - 1)], ranked[min(n - 1, n - low)]]
 
 
-def compare(checkouts: list[Checkout], name: str, turns: int) -> dict[str, Any]:
-    """Return the speeds of a decoder in two checkouts, after a warm-up."""
+Turn = tuple[dict[str, Any], dict[str, Any]]
+"""The answers of both checkouts, this one's first."""
+
+
+def turns_of(
+    checkouts: list[Checkout], name: str, turns: int, first: int
+) -> list[Turn]:
+    """Return the answers of a decoder in two checkouts, after a warm-up. Checkout `first` begins
+    the first turn, and then every other one."""
     for checkout in checkouts:
         checkout.decode(name)
     timed = []
     for turn in range(turns):
-        # each checkout begins every other turn
-        order = (0, 1) if turn % 2 else (1, 0)
+        order = (0, 1) if (turn + first) % 2 == 0 else (1, 0)
         answers = {which: checkouts[which].decode(name) for which in order}
         timed.append((answers[0], answers[1]))
-    ratios = [here["speed"] / other["speed"] for here, other in timed]
+    return timed
+
+
+def summary(pairs: list[list[Turn]]) -> dict[str, Any]:
+    """Return the speeds of a decoder from the turns of each pair of processes."""
+    ratios = []
+    for timed in pairs:
+        of_turns = [here["speed"] / other["speed"] for here, other in timed]
+        ratios.append(median(of_turns))
+    every = [turn for timed in pairs for turn in timed]
     return {
         "ratio": median(ratios),
         "interval": interval(ratios),
-        "same_tokens": all(here["digest"] == other["digest"] for here, other in timed),
-        "tokens_per_second": median([here["speed"] for here, _ in timed]),
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "same_tokens": all(here["digest"] == other["digest"] for here, other in every),
+        "tokens_per_second": median([here["speed"] for here, _ in every]),
     }
 
 
@@ -146,22 +164,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("other", type=Path, nargs="?", help="folder of the checkout")
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=7, help="pairs of processes")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each pair")
+    parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
         return serve(given.prompts)
     if given.other is None or not (given.other / "src/lenience").is_dir():
         parser.error(f"{given.other}: name the folder of another checkout")
-    if given.turns < LEAST_TURNS:
-        parser.error(f"--turns {given.turns}: must be {LEAST_TURNS} or more")
-    checkouts = [Checkout(folder, given.prompts) for folder in (ROOT, given.other)]
-    rows = {}
-    for name in track(DECODERS, "decoders", console=Console(stderr=True)):
-        rows[name] = compare(checkouts, name, given.turns)
-    for checkout in checkouts:
-        checkout.end()
+    if given.pairs < LEAST_PAIRS:
+        parser.error(f"--pairs {given.pairs}: must be {LEAST_PAIRS} or more")
+    found: dict[str, list[list[Turn]]] = {name: [] for name in DECODERS}
+    for pair in track(range(given.pairs), "pairs", console=Console(stderr=True)):
+        checkouts = [Checkout(folder, given.prompts) for folder in (ROOT, given.other)]
+        for name, timed in found.items():
+            timed.append(turns_of(checkouts, name, given.turns, pair % 2))
+        for checkout in checkouts:
+            checkout.end()
     revision = subprocess.run(
         ["git", "-C", str(given.other), "rev-parse", "--short", "HEAD"],
         capture_output=True,
@@ -169,6 +189,7 @@ def main() -> None:
         check=True,
     )
     about = {"against": revision.stdout.strip(), "turns": given.turns}
+    rows = {name: summary(pairs) for name, pairs in found.items()}
     print(json.dumps(recorded({**about, "rows": rows}), indent=1))
 
 
