@@ -9,7 +9,8 @@ sample that it was not fitted to: the AUC, with a 95 % interval from resampled p
 the important ones.
 
 - inputs: after which token the states are read (the one before, the drafted, the target's own,
-  both) and whose they are;
+  both) and whose they are; `paired` holds differences of AUCs on the same resampled problems. The
+  strength of regularization is chosen within the folds that a judge is fitted to;
 - classifiers: logistic regression over the L2 grid, the paper's random forest (128 trees) and MLP
   (128 ReLU units, early stopping), and our own forest, MLP and linear heads;
 - search: which mismatches count as important when each is tried alone in the target's own answer
@@ -94,6 +95,7 @@ TOKENS = {
 }
 MODELS = {"draft": ("draft",), "target": ("target",), "both": ("target", "draft")}
 FOLDS = 5
+RESAMPLES = 200
 
 
 # ---- what all ablations share
@@ -117,23 +119,36 @@ def standardised(x: NDArray) -> NDArray:
 
 
 def out_of_fold(fit: Fit, x: NDArray, harmless: NDArray, samples: NDArray) -> NDArray:
-    x, scores = standardised(x), np.zeros(len(x))
+    """Return the scores [n] of fits that have not seen the sample of a row, on states scaled by the
+    rows that they have seen."""
+    scores = np.zeros(len(x))
     for inside, outside in GroupKFold(FOLDS).split(x, harmless, samples):
-        scores[outside] = expit(
-            fit(x[inside], harmless[inside], samples[inside])(x[outside])
-        )
+        mean = x[inside].mean(0)
+        scale = x[inside].std(0) + 1e-6
+        scaled = ((x - mean) / scale).astype(np.float32)
+        fitted = fit(scaled[inside], harmless[inside], samples[inside])
+        scores[outside] = expit(fitted(scaled[outside]))
     return scores
 
 
-def measured(scores: NDArray, harmless: NDArray, samples: NDArray) -> dict[str, Any]:
+def resampled(
+    scores: NDArray, harmless: NDArray, samples: NDArray
+) -> NDArray[np.float64]:
+    """Return the AUCs [RESAMPLES] on resampled problems: the same problems for the same `samples`,
+    so that the AUCs of two scores can be subtracted."""
     rng = np.random.default_rng(0)
     kinds = [np.flatnonzero(samples == s) for s in np.unique(samples)]
     drawn = []
-    for _ in range(200):
+    for _ in range(RESAMPLES):
         rows = np.concatenate(
             [kinds[i] for i in rng.integers(0, len(kinds), len(kinds))]
         )
         drawn.append(roc_auc_score(harmless[rows], scores[rows]))
+    return np.array(drawn)
+
+
+def measured(scores: NDArray, harmless: NDArray, samples: NDArray) -> dict[str, Any]:
+    drawn = resampled(scores, harmless, samples)
     accepted = next(
         row["accepted"]
         for row in thresholds(scores, ~harmless)
@@ -206,30 +221,64 @@ def inputs(out: Path, given: argparse.Namespace) -> None:
     rows = []
     source.first(run, given.samples)
     pair = source.pair(compile=False)
+    aucs = dict[tuple[str, str], NDArray]()
     for token, tokens in TOKENS.items():
         for model, models in MODELS.items():
             x, important, samples = states(pair, run, Inputs(models, tokens))
-            best = max(
-                (
-                    measured(
-                        out_of_fold(logistic(c), x, ~important, samples),
-                        ~important,
-                        samples,
-                    )
-                    | {"c": c}
-                    for c in L2_GRID
-                ),
-                key=lambda row: row["auc"],
-            )
-            rows.append({"token": token, "model": model, "width": x.shape[1], **best})
+            scores = out_of_fold(logistic_chosen, x, ~important, samples)
+            aucs[token, model] = resampled(scores, ~important, samples)
+            told = measured(scores, ~important, samples)
+            rows.append({"token": token, "model": model, "width": x.shape[1], **told})
     figure = bars(rows, [f"{row['token']}, {row['model']}" for row in rows])
-    tell(
-        out,
-        "inputs",
-        rows,
-        {"token": "", "model": "", "width": "d", "c": "g"} | COLUMNS,
-        figure,
-    )
+    columns = {"token": "", "model": "", "width": "d"} | COLUMNS
+    paired = by_inputs(rows, aucs)
+    tell(out, "inputs", rows, columns, figure, paired=paired)
+    for row in paired:
+        low, high = row["interval"]
+        what = f"{row['first']} minus {row['second']}"
+        print(f"{what}: AUC {row['difference']:+.4f} ({low:+.4f} to {high:+.4f})")
+
+
+def logistic_chosen(
+    x: NDArray, harmless: NDArray, samples: NDArray
+) -> Callable[[NDArray], NDArray]:
+    """Fit logistic regression with the strength of regularization that ranks a fifth of these
+    samples best, which other strengths are compared on too."""
+    inside, outside = next(GroupKFold(FOLDS).split(x, harmless, samples))
+
+    def ranked(c: float) -> float:
+        fitted = logistic(c)(x[inside], harmless[inside], samples[inside])
+        return float(roc_auc_score(harmless[outside], fitted(x[outside])))
+
+    return logistic(max(L2_GRID, key=ranked))(x, harmless, samples)
+
+
+def by_inputs(
+    rows: Sequence[Record], aucs: dict[tuple[str, str], NDArray]
+) -> list[Record]:
+    """Return differences of AUCs with their 95 % intervals over resampled problems: the state after
+    the drafted token against others, and both models' states against one's."""
+    whole = {(row["token"], row["model"]): row["auc"] for row in rows}
+    asked = []
+    for model in MODELS:
+        for token in ("before", "target's"):
+            asked.append((("drafted", model), (token, model)))
+        asked.append((("drafted and before", model), ("before", model)))
+    for token in TOKENS:
+        for model in ("draft", "target"):
+            asked.append(((token, "both"), (token, model)))
+    found = []
+    for first, second in asked:
+        low, high = np.quantile(aucs[first] - aucs[second], [0.025, 0.975])
+        found.append(
+            {
+                "first": ", ".join(first),
+                "second": ", ".join(second),
+                "difference": whole[first] - whole[second],
+                "interval": [float(low), float(high)],
+            }
+        )
+    return found
 
 
 def classifier_kinds() -> dict[str, Fit]:
