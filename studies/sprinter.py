@@ -20,6 +20,8 @@ OUT/sprinter.json and OUT/sprinter.png:
 - `measured`: the same of what `--stop gate:PATH@T` decodes. TV is the exact distance at places of
   its answers: the next token's distribution is added up over the draft's tokens, each passed or
   not;
+- `differences`: predicted minus measured, with 95 % intervals over resampled problems, from rates
+  along the gate's own answers and from those of held-out prefixes;
 - what it costs: floating-point operations of all that both models read, attention included, and by
   the paper's count, which has the embeddings as products and one token of the target's for each
   time that it is asked, whatever it reads to catch up; and tokens per second, one by one.
@@ -31,6 +33,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +65,7 @@ from lenience.training.stop_examples import gate_states
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from recording import write_results
 
-ALONG = 5
-"""At how many places of an answer its TV is computed."""
+RESAMPLES = 500
 MASS = 1e-4
 """How much of the draft's probability, in its least likely tokens, the sums below leave out."""
 
@@ -128,16 +130,24 @@ def place(pair: Pair, ids: list[int], after: bool) -> Place:
     return Place(draft[tokens], target[tokens], states, distance, left[tokens])
 
 
-def rates(places: Sequence[Place], head: Head, threshold: float) -> dict[str, float]:
-    """Return the gate's rates over all places, and their mean exact TV."""
-    sums = [one.sums(head, threshold, head.metrics["tau"]) for one in places]
-    mean = {name: float(np.mean([one[name] for one in sums])) for name in sums[0]}
+def table_of(places: Sequence[Place], head: Head, threshold: float) -> NDArray:
+    """Return the gate's sums [n, 6] at each place, in the order of `SUMS`."""
+    rows = []
+    for place in places:
+        sums = place.sums(head, threshold, head.metrics["tau"])
+        rows.append([*sums.values(), place.distance])
+    return np.array(rows)
+
+
+def rates(table: NDArray) -> dict[str, float]:
+    """Return the gate's rates over the places of a table, and their mean exact TV."""
+    mean = dict(zip(SUMS, table.mean(0).tolist(), strict=True))
     return {
         "alpha": mean["alpha"],
         "passed": mean["passed_acceptable"] + mean["passed_other"],
         "tpr": mean["passed_acceptable"] / mean["acceptable"],
         "fpr": mean["passed_other"] / (1 - mean["acceptable"]),
-        "draft_tv": float(np.mean([one.distance for one in places])),
+        "draft_tv": mean["distance"],
         "tv": mean["tv"],
     }
 
@@ -158,12 +168,19 @@ def theory(found: dict[str, float]) -> dict[str, float]:
     }
 
 
-def runs(outs: Sequence[Generation]) -> dict[str, float]:
-    """Return the shares of trusted and doubted tokens in answers by a gate whose window never
-    fills. Each query of the target keeps the doubted token or corrects it."""
-    doubted = sum(out.target_passes for out in outs)
-    corrected = sum(entry.origin == "correction" for out in outs for entry in out.trace)
-    tokens = sum(len(out.tokens) for out in outs)
+def counts_of(outs: Sequence[Generation]) -> NDArray:
+    """Return the doubted, the corrected and all tokens [n, 3] of each answer by a gate whose window
+    never fills. Each query of the target keeps the doubted token or corrects it."""
+    rows = []
+    for out in outs:
+        corrected = sum(entry.origin == "correction" for entry in out.trace)
+        rows.append([out.target_passes, corrected, len(out.tokens)])
+    return np.array(rows)
+
+
+def runs(counts: NDArray) -> dict[str, float]:
+    """Return the shares of trusted and doubted tokens from counts [n, 3], see `counts_of`."""
+    doubted, corrected, tokens = map(float, counts.sum(0))
     trusted = tokens - doubted
     s = trusted / (trusted + doubted)
     return {
@@ -194,6 +211,8 @@ class Problems:
     pair: Pair
     task: Task
     samples: Sequence[Sample]
+    along: int = 5
+    """Number of places of each answer at which its TV is computed."""
 
     @property
     def longest(self) -> int:
@@ -201,7 +220,7 @@ class Problems:
 
     @property
     def sampled(self) -> dict[str, Any]:
-        plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 0}
         return {**plain, "max_new_tokens": self.longest}
 
 
@@ -306,6 +325,12 @@ def draw(told: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+SUMS = (
+    "alpha", "acceptable", "passed_acceptable", "passed_other", "tv", "distance",
+)  # fmt: skip
+"""Columns of a table of places, see `Place.sums`."""
+DIFFERENCES = ("tv", "kept", "trusted_before_a_stop")
+"""What is predicted minus measured."""
 COMPARED = ("tpr", "fpr", "tv", "trusted_before_a_stop", "stop_time", "kept")
 """What is both predicted and measured."""
 
@@ -361,6 +386,8 @@ def arguments() -> argparse.Namespace:
         "--threshold", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9, 0.95]
     )
     parser.add_argument("--problems", type=int, default=200)
+    along_help = "number of places of each answer at which its TV is computed"
+    parser.add_argument("--along", type=int, default=Problems.along, help=along_help)
     after_help = (
         "let gates read the state after a token, which costs one more pass of the draft"
     )
@@ -370,40 +397,58 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    run = given.out / "run"
     source = mined(given.run)
-    fitted_to = len(source.first(run, given.samples))
+    fitted_to = len(source.first(given.out / "run", given.samples))
     pair = source.pair(compile=True)
     samples = take(source.task, "test", given.problems)
-    problems = Problems(pair, source.task, samples)
+    problems = Problems(pair, source.task, samples, given.along)
     alone, baselines = decoded_without_gates(problems)
-    inputs = Inputs(("draft",), ("draft" if given.after else "previous",))
-    x, ratio = held_out(problems, alone, inputs)
-    prefixes = track(_four_kinds(problems, alone), "held-out prefixes")
-    known = [place(pair, ids, given.after) for ids in prefixes]
     told: dict[str, Any] = {
         "samples": fitted_to,
-        "state": inputs.tokens[0],
+        "state": "draft" if given.after else "previous",
         "problems": len(samples),
         "baselines": baselines,
         "gates": {},
     }
-    for tau in given.tau:
-        plan = HeadPlan(
-            inputs, run / f"gate-{tau:g}", FitConfig("adam", role="gate"), tau
-        )
-        head = with_bars(fit_run, pair, run, plan)
-        roc = roc_of(head.logits(torch.from_numpy(x)).numpy(), ratio <= tau)
-        gates = [Gate(str(plan.out), threshold) for threshold in given.threshold]
-        told["gates"][f"{tau:g}"] = {
-            "roc": roc,
-            "thresholds": _points(problems, gates, known),
-        }
-        write_results(given.out / "sprinter.json", told)
+    add_gates(told, given, problems, alone)
     told["paired"] = tests(told)
     write_results(given.out / "sprinter.json", told)
     draw(told, given.out / "sprinter.png")
     show(told)
+
+
+def add_gates(
+    told: dict[str, Any],
+    given: argparse.Namespace,
+    problems: Problems,
+    alone: Sequence[Generation],
+) -> None:
+    """Fit a gate for each tau and add its figures at each threshold. They are saved after each
+    threshold. `alone` holds the target's own answers."""
+    run = given.out / "run"
+    inputs = Inputs(("draft",), (told["state"],))
+    x, ratio = held_out(problems, alone, inputs)
+    prefixes = track(_four_kinds(problems, alone), "held-out prefixes")
+    known = [place(problems.pair, ids, given.after) for ids in prefixes]
+    aucs = dict[str, NDArray]()
+    for tau in given.tau:
+        name = f"{tau:g}"
+        plan = HeadPlan(
+            inputs, run / f"gate-{name}", FitConfig("adam", role="gate"), tau
+        )
+        head = with_bars(fit_run, problems.pair, run, plan)
+        scores = head.logits(torch.from_numpy(x)).numpy()
+        aucs[name] = resampled_auc(scores, ratio <= tau, len(problems.samples))
+        points = dict[str, Any]()
+        told["gates"][name] = {
+            "roc": roc_of(scores, ratio <= tau),
+            "thresholds": points,
+        }
+        for threshold in given.threshold:
+            gate = Gate(str(plan.out), threshold)
+            points[f"{threshold:g}"] = _point(problems, gate, known)
+            write_results(given.out / "sprinter.json", told)
+    told["auc_by_tau"] = by_tau(told, aucs)
 
 
 def tests(told: dict[str, Any]) -> list[dict[str, Any]]:
@@ -418,6 +463,36 @@ def tests(told: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         mcnemar(first, gate, right).to_json() for gate in gates for first in baselines
     ]
+
+
+def resampled_auc(scores: NDArray, acceptable: NDArray, problems: int) -> NDArray:
+    """Return the AUCs [RESAMPLES] on resampled problems, whose rows [n] follow each other in equal
+    numbers; the same problems are drawn in each call."""
+    rng = np.random.default_rng(0)
+    of_problem = np.arange(len(scores)).reshape(problems, -1)
+    drawn = []
+    for _ in range(RESAMPLES):
+        rows = of_problem[rng.integers(0, problems, problems)].ravel()
+        drawn.append(roc_auc_score(acceptable[rows], scores[rows]))
+    return np.array(drawn)
+
+
+def by_tau(told: dict[str, Any], aucs: dict[str, NDArray]) -> list[dict[str, Any]]:
+    """Return how much more the AUC of a gate is than that of the gate with the next smaller tau,
+    with the 95 % interval over resampled problems."""
+    found = []
+    for smaller, larger in pairwise(aucs):
+        roc = [told["gates"][tau]["roc"]["auc"] for tau in (smaller, larger)]
+        low, high = np.quantile(aucs[larger] - aucs[smaller], [0.025, 0.975])
+        interval = [float(low), float(high)]
+        found.append(
+            {
+                "tau": [smaller, larger],
+                "difference": roc[1] - roc[0],
+                "interval": interval,
+            }
+        )
+    return found
 
 
 def roc_of(scores: NDArray, acceptable: NDArray) -> dict[str, Any]:
@@ -456,13 +531,6 @@ def _four_kinds(problems: Problems, by_target: Sequence[Generation]) -> list[lis
     return found
 
 
-def _points(
-    problems: Problems, gates: Sequence[Gate], known: Sequence[Place]
-) -> dict[str, dict[str, Any]]:
-    """Return the figures of gates by threshold."""
-    return {f"{gate.bound:g}": _point(problems, gate, known) for gate in gates}
-
-
 def _point(problems: Problems, gate: Gate, known: Sequence[Place]) -> dict[str, Any]:
     """Return a gate at one threshold: what its rates say, and what decoding does."""
     head = gate.head
@@ -472,24 +540,68 @@ def _point(problems: Problems, gate: Gate, known: Sequence[Place]) -> dict[str, 
     outs, costs = decoded(
         problems, str(gate), rule="speculative", stop=gate, window=window
     )
-    here = rates(
-        [place(pair, ids, after) for ids in track(asked(outs, ALONG), "its TV")],
-        head,
-        gate.bound,
-    )
+    prefixes = track(asked(outs, problems.along), "its TV")
+    along = table_of([place(pair, ids, after) for ids in prefixes], head, gate.bound)
+    held_out = table_of(known, head, gate.bound)
+    counts = counts_of(outs)
+    here = rates(along)
     measured = {
         "tpr": here["tpr"],
         "fpr": here["fpr"],
         "alpha": here["alpha"],
         "tv": here["tv"],
-        **runs(outs),
+        **runs(counts),
         **costs,
     }
     return {
-        "predicted": theory(rates(known, head, gate.bound)),
+        "predicted": theory(rates(held_out)),
         "predicted_from_its_own_answers": theory(here),
         "measured": measured,
+        "differences": differences(held_out, along, counts),
     }
+
+
+def differences(
+    held_out: NDArray, along: NDArray, counts: NDArray
+) -> dict[str, dict[str, list[float]]]:
+    """Return predicted minus measured with its 95 % interval over resampled problems, from the
+    gate's rates at held-out prefixes and along its own answers.
+
+    `counts` [n, 3] is of the answers to n problems, `along` [n·k, 6] of k places of each answer in
+    turn, and `held_out` [4·n, 6] of prefixes of the n problems, one kind after the other.
+    """
+    n = len(counts)
+    by_kind = held_out.reshape(-1, n, len(SUMS)).swapaxes(0, 1)  # [n, 4, 6]
+    by_place = along.reshape(n, -1, len(SUMS))  # [n, k, 6]
+    whole = _predicted_minus_measured(by_kind, by_place, counts)
+    rng = np.random.default_rng(0)
+    drawn = []
+    for _ in range(RESAMPLES):
+        rows = rng.integers(0, n, n)
+        drawn.append(
+            _predicted_minus_measured(by_kind[rows], by_place[rows], counts[rows])
+        )
+    told: dict[str, dict[str, list[float]]] = {}
+    for source, name in whole:
+        values = [each[source, name] for each in drawn]
+        low, high = np.quantile(values, [0.025, 0.975])
+        interval = [whole[source, name], float(low), float(high)]
+        told.setdefault(source, {})[name] = interval
+    return told
+
+
+def _predicted_minus_measured(
+    by_kind: NDArray, by_place: NDArray, counts: NDArray
+) -> dict[tuple[str, str], float]:
+    here = rates(by_place.reshape(-1, len(SUMS)))
+    there = rates(by_kind.reshape(-1, len(SUMS)))
+    measured = {"tv": here["tv"], **runs(counts)}
+    predicted = {"held_out": theory(there), "own_answers": theory(here)}
+    told = dict[tuple[str, str], float]()
+    for source, rate in predicted.items():
+        for name in DIFFERENCES:
+            told[source, name] = rate[name] - measured[name]
+    return told
 
 
 if __name__ == "__main__":
