@@ -550,8 +550,12 @@ def test_a_head_that_was_fitted_anew_is_refused_and_a_run_may_move(
     )
     (run / "uses.jsonl").touch()
     judge = f"judge:{run / 'judge'}"
-    assert ladder(judge) == [f"{judge}@0.9", f"{judge}@0.6", f"{judge}@0.2"]
-    assert ladder(f"exact|{judge}", (0.4, 0.7)) == [
+    assert list(map(str, ladder(judge))) == [
+        f"{judge}@0.9",
+        f"{judge}@0.6",
+        f"{judge}@0.2",
+    ]
+    assert list(map(str, ladder(f"exact|{judge}", (0.4, 0.7)))) == [
         f"exact|{judge}@0.7",
         f"exact|{judge}@0.4",
     ]
@@ -829,9 +833,10 @@ def test_wrong_questions_are_refused(llama: Pair, task: Echo, tmp_path: Path) ->
     ):
         with pytest.raises(InputError, match=says):
             question(**given)
-    assert ladder("fuzzy:js", (0.3, 0.1)) == ["fuzzy:js@0.1", "fuzzy:js@0.3"], (
-        "the strictest first"
-    )
+    assert list(map(str, ladder("fuzzy:js", (0.3, 0.1)))) == [
+        "fuzzy:js@0.1",
+        "fuzzy:js@0.3",
+    ], "the strictest first"
     with pytest.raises(InputError, match="has no threshold"):
         ladder("topk:3", (0.5,))
 

@@ -740,4 +740,6 @@ def test_a_ladder_of_one_judge_leaves_another_judges_path_alone(tmp_path: Path) 
         metrics = {"thresholds": [{"recall": 0.9, "threshold": t} for t in (0.7, 0.8)]}
         Head(torch.ones(4), 0.0, Inputs(), 0.5, {}, metrics).save(tmp_path / name)
     one, other = f"judge:{tmp_path}/mlp", f"judge:{tmp_path}/mlp2@0.9"
-    assert ladder(f"{one}&{other}") == [f"{one}@{t}&{other}" for t in (0.8, 0.7)]
+    assert list(map(str, ladder(f"{one}&{other}"))) == [
+        f"{one}@{t}&{other}" for t in (0.8, 0.7)
+    ]

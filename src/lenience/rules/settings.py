@@ -8,6 +8,7 @@ from lenience.core import spec
 from lenience.core.errors import InputError
 from lenience.rules.base import Term
 from lenience.rules.baselines import is_baseline
+from lenience.rules.combine import AnyOf
 from lenience.rules.parsing import parse_spec
 from lenience.rules.registry import RULES
 
@@ -64,7 +65,7 @@ def _at_recalls(rule: str) -> list[str]:
     ]
 
 
-def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
+def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[AnyOf]:
     """Return a rule's settings from strict to lenient.
 
     With `thresholds` these are the settings, strictest first. Otherwise a judge without a threshold
@@ -75,7 +76,7 @@ def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
     named = spec.named_settings(rule, grid())
     if named:
         if not thresholds:
-            return named
+            return list(map(parse_spec, named))
         rule = named[0]
     whole = parse_spec(rule)
     choices = [term for term in whole.terms if term.has_threshold]
@@ -84,14 +85,14 @@ def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
     if not choices:
         if thresholds:
             raise InputError(f"rule {rule}: has no threshold; leave the thresholds out")
-        return [str(whole)]
+        return [whole]
     if len(choices) > 1:
         raise InputError(
             f"rule {rule}: has several thresholds to choose; give all but one"
         )
     chosen = choices[0]
 
-    def at(setting: Term) -> str:
-        return str(whole.with_terms(lambda term: setting if term is chosen else term))
+    def at(setting: Term) -> AnyOf:
+        return whole.with_terms(lambda term: setting if term is chosen else term)
 
     return list(map(at, chosen.with_thresholds(thresholds or chosen.thresholds())))
