@@ -49,7 +49,7 @@ from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.heads.head import Head, Inputs
 from lenience.integrations import sglang as plugin
-from lenience.integrations.deciding import rule as served_rule
+from lenience.integrations.engine_rules import rule as served_rule
 from lenience.integrations.sglang import checks, hooks
 from lenience.integrations.sglang.verification import Verification
 from lenience.rules.parsing import parse_spec

@@ -44,7 +44,7 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, Comparison
 from lenience.heads.head import Head, Inputs
-from lenience.integrations.deciding import rule as served_rule
+from lenience.integrations.engine_rules import rule as served_rule
 from lenience.integrations.vllm import hooks, v1
 from lenience.integrations.vllm.checks import check, check_seams, vllm_version
 from lenience.integrations.vllm.counts import COUNTED

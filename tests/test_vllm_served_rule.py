@@ -16,10 +16,10 @@ from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
 from lenience.core.needs import Needs
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
-from lenience.integrations.deciding import inputs
-from lenience.integrations.deciding import rule as served_rule
-from lenience.integrations.deciding.counts import Counts
-from lenience.integrations.deciding.windows import WindowDecider, Windows
+from lenience.integrations.engine_rules import inputs
+from lenience.integrations.engine_rules import rule as served_rule
+from lenience.integrations.engine_rules.counts import Counts
+from lenience.integrations.engine_rules.windows import WindowDecider, Windows
 from lenience.integrations.vllm import checks
 from lenience.integrations.vllm.counts import attach, put
 

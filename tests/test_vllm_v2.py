@@ -39,7 +39,7 @@ from lenience.core.errors import InputError
 from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.heads.head import Head, Inputs
-from lenience.integrations.deciding import rule as served_rule
+from lenience.integrations.engine_rules import rule as served_rule
 from lenience.integrations.vllm import v2
 from lenience.integrations.vllm.checks import check_seams
 from lenience.rules.parsing import parse_spec

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from lenience.core.errors import InputError
-from lenience.integrations.deciding.rule import VARIABLE
+from lenience.integrations.engine_rules.rule import VARIABLE
 
 
 def register() -> None:

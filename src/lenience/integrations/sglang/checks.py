@@ -15,16 +15,16 @@ from lenience.core.errors import InputError, first_line
 from lenience.core.needs import Layers, Parts
 from lenience.core.version import VERSION
 from lenience.heads.head import shown_layers
-from lenience.integrations.deciding.checkpoints import (
+from lenience.integrations.engine_rules.checkpoints import (
     folder_of,
     vocabulary,
     weights,
 )
-from lenience.integrations.deciding.inputs import (
+from lenience.integrations.engine_rules.inputs import (
     check_request,
     compares_distributions,
 )
-from lenience.integrations.deciding.rule import ServedRule
+from lenience.integrations.engine_rules.rule import ServedRule
 from lenience.integrations.sglang.requests import RequestParams
 from lenience.rules.combine import AnyOf
 

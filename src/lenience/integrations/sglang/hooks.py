@@ -17,9 +17,9 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from lenience.core.errors import InputError
-from lenience.integrations.deciding import rule as served_rule
-from lenience.integrations.deciding.inputs import check_request
-from lenience.integrations.deciding.rule import ServedRule
+from lenience.integrations.engine_rules import rule as served_rule
+from lenience.integrations.engine_rules.inputs import check_request
+from lenience.integrations.engine_rules.rule import ServedRule
 from lenience.integrations.sglang.checks import check, sglang_version
 from lenience.integrations.sglang.requests import dial_of, params_of
 from lenience.integrations.sglang.verification import Verification

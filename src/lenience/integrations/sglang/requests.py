@@ -1,4 +1,4 @@
-"""SGLang's requests as the deciding code reads them."""
+"""SGLang's requests as `engine_rules` reads them."""
 
 from __future__ import annotations
 

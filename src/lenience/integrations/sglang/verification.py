@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from lenience.core.errors import InputError
-from lenience.integrations.deciding.counts import Counts
-from lenience.integrations.deciding.rule import ServedRule
-from lenience.integrations.deciding.windows import (
+from lenience.integrations.engine_rules.counts import Counts
+from lenience.integrations.engine_rules.rule import ServedRule
+from lenience.integrations.engine_rules.windows import (
     KernelEdits,
     WindowDecider,
     Windows,

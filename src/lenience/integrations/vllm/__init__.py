@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lenience.core.errors import InputError
-from lenience.integrations.deciding.rule import VARIABLE
+from lenience.integrations.engine_rules.rule import VARIABLE
 from lenience.serving.dial import KEY
 
 

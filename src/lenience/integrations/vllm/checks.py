@@ -15,13 +15,13 @@ from lenience.core.protocols import Rule
 from lenience.core.version import VERSION
 from lenience.decoding.decoder import Binding, check_binding
 from lenience.heads.head import shown_layers
-from lenience.integrations.deciding.checkpoints import (
+from lenience.integrations.engine_rules.checkpoints import (
     folder_of,
     vocabulary,
     weights,
 )
-from lenience.integrations.deciding.inputs import compares_distributions
-from lenience.integrations.deciding.rule import VARIABLE, ServedRule
+from lenience.integrations.engine_rules.inputs import compares_distributions
+from lenience.integrations.engine_rules.rule import VARIABLE, ServedRule
 from lenience.integrations.vllm.drafters import (
     WITH_PROBS,
     WITHOUT_PROBS,

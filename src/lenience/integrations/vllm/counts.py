@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from lenience.integrations.deciding.counts import Counts
-from lenience.integrations.deciding.windows import WindowDecider
+from lenience.integrations.engine_rules.counts import Counts
+from lenience.integrations.engine_rules.windows import WindowDecider
 from lenience.serving.dial import KEY
 
 

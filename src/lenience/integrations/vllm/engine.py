@@ -33,7 +33,7 @@ from lenience.decoding.pair import Pair
 from lenience.decoding.soundness import CAUSES
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.model import DraftModel
-from lenience.integrations.deciding.inputs import compares_distributions
+from lenience.integrations.engine_rules.inputs import compares_distributions
 from lenience.integrations.vllm.checks import (
     check_reads,
     vllm_version,

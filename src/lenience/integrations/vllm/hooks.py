@@ -18,8 +18,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from lenience.core.errors import InputError
-from lenience.integrations.deciding import rule as served_rule
-from lenience.integrations.deciding.inputs import check_request
+from lenience.integrations.engine_rules import rule as served_rule
+from lenience.integrations.engine_rules.inputs import check_request
 from lenience.integrations.vllm import counts
 from lenience.integrations.vllm.checks import (
     check,

@@ -23,8 +23,8 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from lenience.core.errors import InputError
-from lenience.integrations.deciding.rule import ServedRule
-from lenience.integrations.deciding.windows import WindowDecider, Windows, forced
+from lenience.integrations.engine_rules.rule import ServedRule
+from lenience.integrations.engine_rules.windows import WindowDecider, Windows, forced
 from lenience.integrations.vllm.checks import vllm_version
 from lenience.integrations.vllm.counts import put
 

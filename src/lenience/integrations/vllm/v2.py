@@ -23,8 +23,8 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler as sampling
 
 from lenience.core.errors import InputError
-from lenience.integrations.deciding.rule import ServedRule
-from lenience.integrations.deciding.windows import (
+from lenience.integrations.engine_rules.rule import ServedRule
+from lenience.integrations.engine_rules.windows import (
     WindowDecider,
     Windows,
     forced,

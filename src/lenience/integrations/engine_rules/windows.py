@@ -20,12 +20,12 @@ from lenience.core.identity import tokens_with
 from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.soundness import CAUSES, cut_non_finite, have_finite_max
-from lenience.integrations.deciding.counts import Counts
-from lenience.integrations.deciding.inputs import (
+from lenience.integrations.engine_rules.counts import Counts
+from lenience.integrations.engine_rules.inputs import (
     check_request,
     compares_distributions,
 )
-from lenience.integrations.deciding.rule import ServedRule, dial_of, is_engines
+from lenience.integrations.engine_rules.rule import ServedRule, dial_of, is_engines
 from lenience.rules.combine import AnyOf
 from lenience.serving.dial import KEY
 
