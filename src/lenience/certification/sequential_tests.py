@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 FUTILITY = 0.05
 """P-value of "the loss is at most the limit" at which a setting is given up. Giving up cannot cause
 a false certificate."""
-BATCH = 32
-"""Number of losses between looks."""
+LOSSES_PER_LOOK = 32
+"""Number of losses between looks of a sequential test."""
 COMMON = 0.6
 """Share of the horizon by which most tests should have ended."""
 EARLY = 0.9
@@ -421,7 +421,7 @@ def fixed_sequence_test(
     its own test.
     """
     for setting in range(settings):
-        for n in (*range(BATCH, most, BATCH), most):
+        for n in (*range(LOSSES_PER_LOOK, most, LOSSES_PER_LOOK), most):
             seen = losses(setting, n)
             passed_at = test.passed_at(seen)
             seen = seen[:passed_at]

@@ -34,7 +34,8 @@ weakest."""
 LEAST_SAMPLES = 10
 """Minimum number of samples with an important mismatch, so that each fold has some."""
 UNITS = 128
-BATCH = 512
+ROWS_PER_STEP = 512
+"""Number of states in a step of gradient descent."""
 EPOCHS = 15
 LEAST_STEPS = 400
 """Minimum number of training steps of the MLP. On the built-in pair, 128 to 384 units, batches of
@@ -456,7 +457,7 @@ def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> TrainedHe
         model = torch.nn.Sequential(
             inner, torch.nn.GELU(), torch.nn.Dropout(0.3), outer
         )
-        steps = max(LEAST_STEPS, EPOCHS * len(x) // BATCH)
+        steps = max(LEAST_STEPS, EPOCHS * len(x) // ROWS_PER_STEP)
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=4e-3, weight_decay=0.05, fused=True
         )
@@ -464,9 +465,9 @@ def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> TrainedHe
             optimizer, 4e-3, total_steps=steps
         )
         order = torch.cat(
-            [torch.randperm(len(x)) for _ in range(-(-steps * BATCH // len(x)))]
+            [torch.randperm(len(x)) for _ in range(-(-steps * ROWS_PER_STEP // len(x)))]
         )
-        for rows in order[: steps * BATCH].split(BATCH):
+        for rows in order[: steps * ROWS_PER_STEP].split(ROWS_PER_STEP):
             loss = loss_of(model(_thinned(x[rows]))[:, 0], harmless[rows], counts[rows])
             optimizer.zero_grad()
             loss.backward()
@@ -527,7 +528,9 @@ def _train_until_worse(
     epochs_since = 0
     best = deepcopy(model.state_dict())
     for _ in range(MOST_EPOCHS):
-        for rows in torch.from_numpy(train)[torch.randperm(len(train))].split(BATCH):
+        for rows in torch.from_numpy(train)[torch.randperm(len(train))].split(
+            ROWS_PER_STEP
+        ):
             optimizer.zero_grad()
             loss_on(rows).backward()
             optimizer.step()

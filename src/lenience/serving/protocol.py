@@ -67,7 +67,7 @@ class StreamOptions(BaseModel):
     """True if each chunk carries the usage so far."""
 
 
-class _Asked(BaseModel):
+class _Request(BaseModel):
     """The fields that both kinds of requests have."""
 
     model_config = ConfigDict(extra="forbid")
@@ -160,7 +160,7 @@ class _Asked(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class Completion(_Asked):
+class Completion(_Request):
     """A request to /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -204,7 +204,7 @@ class Message(BaseModel):
         return {"role": self.role, "content": content}
 
 
-class ChatCompletion(_Asked):
+class ChatCompletion(_Request):
     """A request to /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]

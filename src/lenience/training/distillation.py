@@ -26,7 +26,6 @@ from lenience.training.trainer import Answer, batches, by_length
 Distill = Literal["forward-kl", "reverse-kl", "on-policy"]
 """Divergence to minimise: KL(target ‖ draft) or KL(draft ‖ target) along the target's own answers,
 or KL(target ‖ draft) along answers that the draft samples anew in each epoch."""
-BATCH = 8
 ROWS = 32
 """Number of answers per training batch, and number of answers per sampling batch."""
 LEARNING_RATE = 3e-4
@@ -152,7 +151,7 @@ class DistillFit:
 
     def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
         answers = self._sampled(number) if self.how == "on-policy" else self.answers
-        for batch in batches(answers, BATCH, self.seed + 1000 * number):
+        for batch in batches(answers, self.seed + 1000 * number):
             target, draft = self._learned(batch)
             if self.only_rejected:
                 rejected = target.argmax(-1) != draft.argmax(-1)
@@ -205,16 +204,16 @@ class DistillFit:
     def _learned(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
         """Return the logits [n, N] of the target and of the draft along some answers, for the N
         tokens that the draft can predict."""
-        asked = _Asked.of(batch)
+        padded = _Batch.of(batch)
         width = min(self.target.vocab_size, self.student.vocab_size)
         learned = torch.arange(width) if self.tokens is None else self.tokens
         kept = None if self._kept is None else self._kept.get(id(batch[0]))
         if kept is None:
             with torch.no_grad():
-                kept = _logits(self.target, asked)[:, learned].half().cpu()
+                kept = _logits(self.target, padded)[:, learned].half().cpu()
             if self._kept is not None:
                 self._kept[id(batch[0])] = kept
-        draft = _logits(self.student, asked)[:, learned.to(self.student.device)]
+        draft = _logits(self.student, padded)[:, learned.to(self.student.device)]
         return kept.to(draft), draft
 
     @torch.no_grad()
@@ -248,15 +247,15 @@ def _read_along(
 ) -> tuple[Tensor, Tensor]:
     """Return the logits [n, V] of the target and of the draft at each position of some answers, for
     the tokens that both models have."""
-    asked = _Asked.of(batch)
+    padded = _Batch.of(batch)
     width = min(target.vocab_size, student.vocab_size)
     with torch.no_grad():
-        ours = _logits(target, asked)[:, :width]
-    return ours.to(student.device), _logits(student, asked)[:, :width]
+        ours = _logits(target, padded)[:, :width]
+    return ours.to(student.device), _logits(student, padded)[:, :width]
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Batch:
     """Prompts with their answers as a padded batch."""
 
     ids: Tensor
@@ -265,7 +264,7 @@ class _Asked:
     """[B, T - 1] bool: positions whose next token belongs to an answer."""
 
     @classmethod
-    def of(cls, batch: Sequence[Answer]) -> _Asked:
+    def of(cls, batch: Sequence[Answer]) -> _Batch:
         sequences = [prompt + answer for prompt, answer in batch]
         longest = max(map(len, sequences))
         ids = [sequence + [0] * (longest - len(sequence)) for sequence in sequences]
@@ -275,12 +274,12 @@ class _Asked:
         return cls(torch.tensor(ids), (places >= first) & (places < last))
 
 
-def _logits(lm: LM, asked: _Asked) -> Tensor:
+def _logits(lm: LM, batch: _Batch) -> Tensor:
     """Return the logits [n, V] in float32 at the batch's marked positions. The padding comes last,
     so causal attention never sees it."""
-    ids = asked.ids.to(lm.device)
+    ids = batch.ids.to(lm.device)
     logits = lm.model(input_ids=ids, use_cache=False).logits[:, :-1]
-    return logits[asked.positions.to(lm.device)].float()
+    return logits[batch.positions.to(lm.device)].float()
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:

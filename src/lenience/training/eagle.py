@@ -15,9 +15,14 @@ from lenience.models.lm import LM
 from lenience.models.pass_cache import States
 from lenience.models.session import Session
 from lenience.models.vocabulary import ranks
-from lenience.training.trainer import Answer, batches, by_length, mean_cross_entropy
+from lenience.training.trainer import (
+    ANSWERS_PER_STEP,
+    Answer,
+    batches,
+    by_length,
+    mean_cross_entropy,
+)
 
-BATCH = 8
 STEPS = 5
 FURTHER_WEIGHT = 0.8
 """Number of answers per batch; number of successive drafted tokens in training, where drafting
@@ -70,7 +75,7 @@ class EagleFit:
             self.ranks = ranks(tokens, size, OUTSIDE).to(target.device)
 
     def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
-        for batch in batches(self.answers, BATCH, self.seed + 1000 * number):
+        for batch in batches(self.answers, self.seed + 1000 * number):
             loss = torch.zeros((), device=self.target.device)
             for k, (logits, wanted) in enumerate(self._steps(batch)):
                 learned = wanted[:, k:].flatten()
@@ -105,10 +110,10 @@ class EagleFit:
         kept = 0.0
         right_at = torch.zeros(STEPS)
         places = torch.zeros(STEPS)
-        for i in range(0, len(self.held_out), BATCH):
+        for i in range(0, len(self.held_out), ANSWERS_PER_STEP):
             chain = torch.ones(())
             for k, (logits, wanted) in enumerate(
-                self._steps(self.held_out[i : i + BATCH])
+                self._steps(self.held_out[i : i + ANSWERS_PER_STEP])
             ):
                 asked = (wanted != NOT_ASKED)[:, k:]
                 right = (logits.argmax(-1) == wanted)[:, k:] & asked

@@ -15,9 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lenience.drafting.heads import DraftHeads
 from lenience.models.lm import LM, save_model
 from lenience.models.pass_cache import cache_argument, new_cache
-from lenience.training.trainer import Answer, batches, by_length, mean_cross_entropy
+from lenience.training.trainer import (
+    ANSWERS_PER_STEP,
+    Answer,
+    batches,
+    by_length,
+    mean_cross_entropy,
+)
 
-BATCH = 8
 FURTHER_WEIGHT = 0.8
 """Number of answers per batch, and factor of each further token's loss."""
 LEARNING_RATE = 3e-4
@@ -77,7 +82,7 @@ class FineTuning:
         self.rate = LEARNING_RATE * min(1.0, WIDTH / target.hidden_size)
 
     def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
-        for batch in batches(self.answers, BATCH, self.seed + 1000 * number):
+        for batch in batches(self.answers, self.seed + 1000 * number):
             logits, wanted = self._read(batch)
             loss = torch.zeros((), device=wanted.device)
             for k in range(wanted.shape[-1]):
@@ -117,8 +122,8 @@ class FineTuning:
         """Return metrics on held-out answers of the original target: the share of tokens that the
         tuned target still predicts, the accuracy of each head, and the tokens per pass."""
         right = []
-        for i in range(0, len(self.held_out), BATCH):
-            logits, wanted = self._read(self.held_out[i : i + BATCH])
+        for i in range(0, len(self.held_out), ANSWERS_PER_STEP):
+            logits, wanted = self._read(self.held_out[i : i + ANSWERS_PER_STEP])
             right.append(logits.argmax(-1) == wanted)
         own = torch.cat(right)[:, 0].float()
         heads = torch.cat(right)[:, 1:].float()

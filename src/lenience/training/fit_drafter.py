@@ -20,6 +20,7 @@ from lenience.decoding.checks import share_vocabulary
 from lenience.decoding.pair import Pair
 from lenience.drafting.eagle_model import EagleWeights
 from lenience.drafting.heads import DraftHeads
+from lenience.heads.fitting import ROWS_PER_STEP
 from lenience.models.lm import LM
 from lenience.models.session import Session
 from lenience.models.vocabulary import most_frequent, ranks
@@ -41,7 +42,6 @@ TrainedDrafter = DraftHeads | EagleWeights | DistilledDraft | TunedTarget
 HELD_OUT = 0.1
 """Share of the samples that are held out for measurements."""
 EPOCHS = {"medusa": 30, "blockwise": 30, "eagle": 10, "model": 5}
-BATCH = 512
 LEARNING_RATE = 1e-3
 FURTHER_WEIGHT = 0.8
 """Factor of each further head's loss (Medusa, section 2.2.1)."""
@@ -305,7 +305,9 @@ class _HeadsFit:
 
     def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
         generator = torch.Generator().manual_seed(self.plan.seed + 1000 * number)
-        for rows in torch.randperm(len(self.x), generator=generator).split(BATCH):
+        for rows in torch.randperm(len(self.x), generator=generator).split(
+            ROWS_PER_STEP
+        ):
             logits = self.heads.row_logits(self.x[rows], self.matrix)  # [m, n, N]
             loss = torch.zeros(())
             for i in range(self.plan.heads):

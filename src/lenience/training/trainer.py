@@ -17,6 +17,8 @@ from lenience.core.files import replacing
 from lenience.core.progress import Progress
 from lenience.decoding.soundness import CAUSES
 
+ANSWERS_PER_STEP = 8
+"""Number of answers in a training step."""
 WEIGHT_DECAY = 0.01
 LARGEST_GRADIENT = 0.5
 AVERAGES = ("exp_avg", "exp_avg_sq", "step")
@@ -33,14 +35,12 @@ def by_length(answers: Sequence[Answer]) -> list[Answer]:
     )
 
 
-def batches(
-    answers: Sequence[Answer], size: int, seed: int
-) -> Iterator[Sequence[Answer]]:
-    """Yield batches of adjacent answers, in an order given by the seed."""
-    starts = range(0, len(answers), size)
+def batches(answers: Sequence[Answer], seed: int) -> Iterator[Sequence[Answer]]:
+    """Yield batches of ANSWERS_PER_STEP adjacent answers, in an order given by the seed."""
+    starts = range(0, len(answers), ANSWERS_PER_STEP)
     generator = torch.Generator().manual_seed(seed)
     for i in torch.randperm(len(starts), generator=generator).tolist():
-        yield answers[starts[i] : starts[i] + size]
+        yield answers[starts[i] : starts[i] + ANSWERS_PER_STEP]
 
 
 def mean_cross_entropy(logits: Tensor, wanted: Tensor, ignored: int) -> Tensor:
