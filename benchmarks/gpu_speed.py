@@ -109,11 +109,11 @@ OWN_LAYERS = ("strict, exit", "strict, skip")
 
 def fast(bench: Bench) -> Iterator[Item]:
     """Time decoders of the built-in pair, plain and recorded."""
-    where = {"device": str(bench.device), "dtype": "float32"}
-    pairs = {"plain": load_pair(compile=False, **where)}
-    pairs["recorded" if bench.device.type == "cuda" else "exported"] = load_pair(
-        compile=True, **where
-    )
+    device = str(bench.device)
+    replayed = "recorded" if bench.device.type == "cuda" else "exported"
+    pairs = {}
+    for name, compiles in (("plain", False), (replayed, True)):
+        pairs[name] = load_pair(device=device, dtype="float32", compile=compiles)
     samples = take(WordMath(), "test", 8 if bench.toy else 128)
     prompts = [pairs["plain"].target.encode(sample.prompt) for sample in samples]
     decoders: dict[str, dict[str, Any]] = {

@@ -15,7 +15,13 @@ import lenience
 from lenience.core.context import Row
 from lenience.core.errors import InputError
 from lenience.decoding.decoder import Binding, Decoder, DecoderOptions, Ends
-from lenience.decoding.options import Options, names, option_types
+from lenience.decoding.options import (
+    Loading,
+    LoadingOptions,
+    Options,
+    names,
+    option_types,
+)
 from lenience.decoding.pair import Pair
 
 SOURCE = Path(lenience.__file__).parent
@@ -25,7 +31,7 @@ BORDER = (
     "decoding/decoder.py",  # keywords, settings and JSON
     "rules/parsing.py",
     "rules/settings.py",  # what names of rules stand for
-    "integrations/deciding/rule.py",  # vLLM's configuration
+    "integrations/engine_rules/rule.py",  # vLLM's configuration
     "serving/dial.py",  # a request's rule
 )
 """Files in which a spec may be read."""
@@ -66,6 +72,20 @@ def test_every_keyword_has_a_type_for_editors_and_for_help(method: str) -> None:
     static = get_type_hints(DecoderOptions)
     for name, kind in option_types().items():
         assert accepts(static[name], kind), name
+
+
+def test_every_keyword_of_loading_has_its_type() -> None:
+    assert get_type_hints(LoadingOptions) == get_type_hints(Loading)
+    shown = inspect.signature(lenience.load_pair).parameters
+    for name, kind in get_type_hints(Loading).items():
+        assert shown[name].annotation == kind
+        assert shown[name].default == getattr(Loading(), name)
+
+
+def test_a_certificate_is_a_whole_decoder() -> None:
+    """It is not added to a decoder that has options of its own."""
+    with pytest.raises(InputError, match="certified:run: names a whole decoder"):
+        Decoder.of(window=3).with_options({"rule": "certified:run"})
 
 
 def accepts(wide: Any, narrow: Any) -> bool:

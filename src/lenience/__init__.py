@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from lenience.core.errors import InputError
 from lenience.core.version import VERSION
-from lenience.decoding.options import takes_loading
+from lenience.decoding.options import LoadingOptions, takes_loading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 def load_pair(
     target: str | PreTrainedModel | None = None,
     draft: str | PreTrainedModel | None = None,
-    **options: Any,
+    **options: Unpack[LoadingOptions],
 ) -> Pair:
     """Load a target and a draft by Hub name or folder, a target alone, loaded `transformers`
     models, or the built-in pair.

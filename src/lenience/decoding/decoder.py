@@ -45,6 +45,12 @@ SPECS = ("rule", "drafter", "tree", "stop")
 """Options that are given as specs."""
 
 
+def _resolver(rule: object) -> str | None:
+    """Return the module that makes a decoder of a rule `NAME:…`; None for other rules."""
+    name, colon, _ = rule.partition(":") if isinstance(rule, str) else ("", "", "")
+    return RESOLVERS.get(name) if colon else None
+
+
 class DecoderOptions(TypedDict, total=False):
     """Keywords of `Pair.generate` and similar functions; `Options` describes them."""
 
@@ -122,11 +128,9 @@ class Decoder(PlainOptions):
         }
         if given.keys() <= set(names()):  # else report the unknown name
             given = {name: value for name, value in given.items() if value is not None}
-        rule = given.get("rule")
-        if isinstance(rule, str):
-            name, colon, _ = rule.partition(":")
-            if colon and name in RESOLVERS:
-                return cast(Decoder, import_module(RESOLVERS[name]).resolve(given))
+        resolver = _resolver(given.get("rule"))
+        if resolver:
+            return cast(Decoder, import_module(resolver).resolve(given))
         if "rule" not in given and str(given.get("stop", "")).startswith(
             f"{Gate.name}:"
         ):
@@ -144,6 +148,10 @@ class Decoder(PlainOptions):
         InputError for an unknown option or a wrong value."""
         if not options:
             return self
+        if _resolver(options.get("rule")):
+            raise InputError(
+                f"rule {options['rule']}: names a whole decoder; give it alone"
+            )
         texts = {}
         for name, value in options.items():
             texts[name] = str(value) if name in SPECS else value

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
-from lenience.decoding.options import Loading, takes_loading
+from lenience.decoding.options import Loading, LoadingOptions, takes_loading
 from lenience.decoding.pair import Pair
 from lenience.models.lm import LM, without_bars
 from lenience.models.prompts import Chat
@@ -23,7 +23,7 @@ from lenience.models.session import check_windows
 def load_pair(
     target: str | PreTrainedModel | None = None,
     draft: str | PreTrainedModel | None = None,
-    **options: Any,
+    **options: Unpack[LoadingOptions],
 ) -> Pair:
     """Load a target and a draft model: Hub names, local folders or GGUF files, or loaded
     `transformers` models with their `tokenizer`. A target alone serves drafters that need no draft

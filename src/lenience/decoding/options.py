@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 from docstring_parser import parse_from_object
 
@@ -185,6 +185,21 @@ class Loading:
                 f"{', '.join(known)}"
             )
         return cls(**options)
+
+
+class LoadingOptions(TypedDict, total=False):
+    """Keywords of `load_pair`; `Loading` describes them."""
+
+    dtype: str | None
+    device: str
+    quantization: str | None
+    compile: bool | None
+    tokenizer: Any
+    chat: bool | None
+    system: str | None
+    template_options: dict[str, Any] | None
+    target_kwargs: dict[str, Any] | None
+    draft_kwargs: dict[str, Any] | None
 
 
 ELSEWHERE = {
