@@ -146,6 +146,43 @@ def test_functions_stay_small() -> None:
         assert sum(1 for _ in ast.walk(node)) <= 400, f"{where}: more than 400 nodes"
 
 
+def code_lines(path: Path) -> int:
+    """Lines that hold more than a comment or a part of a docstring."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    told = set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            told |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    found = 0
+    for number, line in enumerate(text.split("\n"), 1):
+        found += bool(line.strip()) and number not in told and line.strip()[0] != "#"
+    return found
+
+
+def nodes(path: Path) -> Iterator[ast.AST]:
+    """The syntax nodes of a file, without docstrings."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        is_docstring = isinstance(node, ast.Expr) and isinstance(
+            node.value, ast.Constant
+        )
+        if not is_docstring:
+            yield node
+
+
+def test_a_line_holds_one_thought() -> None:
+    """At most 9 syntax nodes a line of code, 3 comprehensions per 100 lines, and few variables
+    whose name says nothing."""
+    files = [path for _, path in modules()]
+    lines = sum(map(code_lines, files))
+    found = [node for path in files for node in nodes(path)]
+    assert len(found) / lines <= 9.0
+    comprehensions = ast.ListComp | ast.SetComp | ast.DictComp
+    assert sum(isinstance(node, comprehensions) for node in found) / lines <= 0.03
+    names = (node.id for node in found if isinstance(node, ast.Name))
+    assert sum(name == "one" for name in names) < 30
+
+
 def test_functions_take_few_parameters() -> None:
     """What is one thought is one object: a configuration, a request, a setup."""
     for where, node in functions():
