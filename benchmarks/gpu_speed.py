@@ -107,13 +107,18 @@ OWN_LAYERS = ("strict, exit", "strict, skip")
 """Decoders that draft with layers of the target, whose graphs are exported when first asked for."""
 
 
+def plain_and_compiled(device: torch.device) -> dict[str, Pair]:
+    """Return the built-in pair in PyTorch, and with recorded or exported passes."""
+    pairs = {}
+    compiled = "recorded" if device.type == "cuda" else "exported"
+    for name, compiles in (("plain", False), (compiled, True)):
+        pairs[name] = load_pair(device=str(device), dtype="float32", compile=compiles)
+    return pairs
+
+
 def fast(bench: Bench) -> Iterator[Item]:
     """Time decoders of the built-in pair, plain and recorded."""
-    device = str(bench.device)
-    replayed = "recorded" if bench.device.type == "cuda" else "exported"
-    pairs = {}
-    for name, compiles in (("plain", False), (replayed, True)):
-        pairs[name] = load_pair(device=device, dtype="float32", compile=compiles)
+    pairs = plain_and_compiled(bench.device)
     samples = take(WordMath(), "test", 8 if bench.toy else 128)
     prompts = [pairs["plain"].target.encode(sample.prompt) for sample in samples]
     decoders: dict[str, dict[str, Any]] = {

@@ -54,10 +54,15 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield parts[0] if len(parts) > 1 else "", path
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> set[str]:
     """Dotted names of lenience's modules that a file imports, also for type checkers alone."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {
                 alias.name for alias in node.names if alias.name.startswith("lenience")
@@ -129,7 +134,7 @@ def capped() -> list[tuple[str, ast.AST]]:
         (f"{path.relative_to(folder.parent)}:{getattr(node, 'lineno', 0)}", node)
         for folder in (SOURCE, *BESIDE)
         for path in sorted(folder.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
     ]
 
 
@@ -146,27 +151,33 @@ def test_functions_stay_small() -> None:
         assert sum(1 for _ in ast.walk(node)) <= 400, f"{where}: more than 400 nodes"
 
 
-def code_lines(path: Path) -> int:
-    """Lines that hold more than a comment or a part of a docstring."""
-    text = path.read_text()
-    tree = ast.parse(text)
-    told = set[int]()
-    for node in ast.walk(tree):
+def docstrings(path: Path) -> list[ast.Expr]:
+    """Strings that stand alone as statements."""
+    found = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            told |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+            found.append(node)
+    return found
+
+
+def code_lines(path: Path) -> int:
+    """The number of lines that hold more than a comment or a part of a docstring."""
+    told = set[int]()
+    for text in docstrings(path):
+        told |= set(range(text.lineno, (text.end_lineno or 0) + 1))
     found = 0
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(path.read_text().split("\n"), 1):
         found += bool(line.strip()) and number not in told and line.strip()[0] != "#"
     return found
 
 
 def nodes(path: Path) -> Iterator[ast.AST]:
     """The syntax nodes of a file, without docstrings."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        is_docstring = isinstance(node, ast.Expr) and isinstance(
-            node.value, ast.Constant
-        )
-        if not is_docstring:
+    left_out = set[ast.AST]()
+    for text in docstrings(path):
+        left_out |= {text, text.value}
+    for node in ast.walk(parsed(path)):
+        if node not in left_out:
             yield node
 
 
