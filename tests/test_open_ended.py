@@ -394,6 +394,19 @@ def test_second_turns_hold_the_targets_own_answers(pair: Pair, tmp_path: Path) -
     )
 
 
+def test_the_command_certifies_on_turns_that_hold_the_targets_own_answers(
+    chars: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No prompt is read before the models that answer first turns are loaded."""
+    target, draft = map(str, chars)
+    asked = ["certify", str(tmp_path / "run"), "--target", target, "--draft", draft]
+    asked += ["--task", "mtbench:sets=whole", "--data", str(questions(tmp_path, 12))]
+    asked += ["--rule", "topk:3", "--loss", "disagreement", "--max-drop", "0.5"]
+    asked += ["--split", "test", "--plan", "--pilot", "4", "--max-new-tokens", "12"]
+    main([*asked, "--window", "4", "--json"])
+    assert json.loads(capsys.readouterr().out)["pilot"] == 4
+
+
 def human_rows(n: int, hopeless: int = 0) -> list[dict[str, Any]]:
     """Functions that digits alone may complete rightly, but for `hopeless` of every ten."""
     return [

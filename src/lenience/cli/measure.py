@@ -205,13 +205,14 @@ def certify(
     config = flags.config(run, given(decoding))
     choice = choice_of(run, choice or TaskChoice())
     task = choice.load()
-    # raises for an unknown split, before the models are loaded
-    samples = take(task, config.split, config.num_prompts() if servers.named else 1)
+    if config.split not in ("train", "test"):
+        # raises for an unknown split, before the models are loaded
+        take(task, config.split, 1)
     answers = flags.pilot if flags.plan else config.num_prompts()
     if servers.named:
         models = models_of(run, models)
         pair = _served(run, flags, models)
-        prepare(servers, pair, config, task, samples)
+        prepare(servers, pair, config, task)
         remember(run, models, choice)
     else:
         drafts = needs_draft(decoder_of(given(decoding)))

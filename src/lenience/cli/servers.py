@@ -152,17 +152,12 @@ def served_answers(
         yield list(zip(pair.endpoints, row))
 
 
-def prepare(
-    servers: Servers,
-    pair: Pair,
-    config: CertifyConfig,
-    task: Task,
-    samples: list[Sample],
-) -> None:
-    """Print the maximum cost of a certificate on samples, and how often each server differs from
-    itself."""
+def prepare(servers: Servers, pair: Pair, config: CertifyConfig, task: Task) -> None:
+    """Print the maximum cost of a certificate, and how often each server differs from itself."""
     from lenience.runs.answers import for_task
+    from lenience.tasks import take
 
+    samples = take(task, config.split, config.num_prompts())
     most = config.options.get("max_new_tokens", task.max_new_tokens)
     servers.say_plan(samples, config.draws, most)
     decoder = for_task(config.decoder, config.options, task)
