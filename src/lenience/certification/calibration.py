@@ -498,11 +498,12 @@ def warn_of_too_few(config: CertifyConfig, share: float) -> None:
     allowed = config.num_prompts()
     least = config.least_prompts(share)
     if least is None or least > allowed:
-        takes = "more than can be asked" if least is None else f"about {least:,}"
+        takes = f"about {least:,}; allow more (--limit)"
+        if least is None:
+            takes = f"more than the horizon, {config.spent_over:,}; raise --horizon"
         warnings.warn(
             f"{allowed:,} prompts cannot certify a loss of at most "
-            f"{config.max_drop:.2%}: even a setting that loses nothing needs {takes}; "
-            "allow more (--limit)",
+            f"{config.max_drop:.2%}: even a setting that loses nothing needs {takes}",
             stacklevel=2,
         )
 

@@ -85,7 +85,7 @@ class Prompts:
         try:
             self.first(1)
         except InputError:
-            few = f"needs {TUNING} fresh prompts of its own, and there are {len(own)}"
+            few = f"needs {TUNING} fresh prompts, and there are {len(own)}"
             raise InputError(f"window auto: {few}; give a number") from None
         return own
 

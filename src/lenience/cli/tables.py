@@ -254,7 +254,7 @@ def gained(tuned: Tuned) -> str:
     if times.high < 1:
         return f"Nothing is gained over {lossless}. {told}"
     if times.low <= 1:
-        return f"Whether anything is gained over {lossless} these prompts do not tell. {told}"
+        return f"These prompts show neither a gain nor a loss over {lossless}. {told}"
     return (
         told
         if len(over) > 1
@@ -536,7 +536,7 @@ def _print_judge(head: Head, folder: Path) -> None:
     say(_auc(head))
     if _is_chance(head):
         say(
-            "the scores do not tell important tokens from others, so no threshold "
+            "the scores do not separate important tokens from others, so no threshold "
             "pays: learn from "
             "more samples, or read other states (--models, --tokens, --layer)"
         )

@@ -85,7 +85,7 @@ class Context:
     logprobs: bool = False
     """True if log-probabilities of the accepted tokens are reported."""
     alternatives: int = 0
-    """Number of the target's most probable tokens that are reported beside each token."""
+    """Number of the target's most probable tokens that are reported with each token."""
     is_group: bool = False
     """True if the parameters are those that the rows themselves name."""
     is_drafting: bool = False

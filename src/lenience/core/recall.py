@@ -45,7 +45,7 @@ class Recollection:
         return None
 
     def following(self, place: Place, most: int) -> tuple[list[int], list[int | None]]:
-        """Return at most `most` tokens that followed a place, with the draft's guesses for them."""
+        """Return at most `most` tokens after a position, with the draft's guesses for them."""
         part = slice(place.at, place.at + most)
         return self._texts[place.text][part], self._guesses[place.text][part]
 

@@ -214,8 +214,8 @@ ELSEWHERE = {
     "num_beams": "one answer is decoded; give a temperature, and prompts as often as you like",
     "num_return_sequences": "give generate_batch the prompt as often; without a seed each answer "
     "is drawn by itself",
-    "output_logits": "logprobs=True tells how probable the target found each token",
-    "output_scores": "logprobs=True tells how probable the target found each token",
+    "output_logits": "logprobs=True returns the target's log-probability of each token",
+    "output_scores": "logprobs=True returns the target's log-probability of each token",
     "return_dict_in_generate": "a Generation holds tokens, text and counts",
     "stop_token_ids": "stop_strings end an answer, and the target's generation_config names EOS",
     "stopping_criteria": "stop_strings and max_new_tokens end an answer",

@@ -183,7 +183,7 @@ def _task_of(run: Path) -> str:
 
 def uses_of(ledger: Path, folder: Path, draw: Draw) -> list[Use]:
     """Return all uses that a draw must respect: those in the ledger and the run folder, and the
-    training prompts of the draw's heads. The key tells the draw's own uses apart."""
+    training prompts of the draw's heads. The key identifies the draw's own uses."""
     uses = dict[tuple[str, str, str], Use]()
     for use in (*uses_in(ledger), *uses_in(folder)):
         uses.setdefault(use.row, use)

@@ -75,7 +75,7 @@ class Job:
     row: Row
     response: Response
     alternatives: int | None = None
-    """Number of most probable tokens reported beside each token; None for no log-probabilities."""
+    """Number of most probable tokens reported with each token; None for no log-probabilities."""
     arrived: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     """Time at which the request took a row; 0 while it waits."""
@@ -287,7 +287,7 @@ class Batch:
 
     def _replace_finished(self, next_job: Callable[[], Job | None]) -> None:
         """Give the rows of finished and cancelled requests to waiting ones, without moving other
-        rows, or else close the gaps. A long prompt is read beside the running requests."""
+        rows, or else close the gaps. A long prompt is read between cycles of running requests."""
         left = self._part
         for b in reversed(range(len(self.running))):
             if not self.running[b].is_over:

@@ -1,6 +1,6 @@
 """Hooks of the plugin in SGLang: server arguments, requests, verification and the server's state.
 
-SGLang logs the errors of its registry of hooks and goes on without them. Each hook is therefore
+SGLang logs the errors of its registry of hooks and continues without them. Each hook is therefore
 checked after it was applied.
 """
 

@@ -56,7 +56,7 @@ COUNTED = {
     "passes": "Passes of the target over drafted windows",
     "kept_strictly": "Drafted tokens that the strict rule keeps",
     "kept_leniently": "Drafted tokens that are kept by lenience alone",
-    "unjudged": "Windows decided strictly because the rule could not be asked",
+    "unjudged": "Windows decided strictly because the rule could not be queried",
     "non_finite": "Windows in which the target's logits are NaN or infinite",
 }
 _COUNTERS: dict[str, Any] = {}
