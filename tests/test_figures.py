@@ -180,7 +180,12 @@ def test_quoted_figures_stand_in_results_files(page: Path) -> None:
 def test_a_results_file_says_what_measured_it(path: Path) -> None:
     """Its commit, date, command, machine and versions; an old one that it is older than that."""
     record = json.loads(path.read_text())["record"]
-    assert record == {"commit": BEFORE} or set(record) == set(FIELDS)
+    if record == {"commit": BEFORE}:
+        return
+    assert set(record) == set(FIELDS) and all(record.values())
+    assert re.fullmatch(r"[0-9a-f]{12}\+?", record["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
+    assert {"lenience", "python", "torch"} <= record["versions"].keys()
 
 
 def test_a_record_names_this_process() -> None:
