@@ -84,7 +84,7 @@ def test_every_keyword_of_loading_has_its_type() -> None:
 
 def test_a_certificate_is_a_whole_decoder() -> None:
     """It is not added to a decoder that has options of its own."""
-    with pytest.raises(InputError, match="certified:run: names a whole decoder"):
+    with pytest.raises(InputError, match="certified:run: names a whole decoder, which"):
         Decoder.of(window=3).with_options({"rule": "certified:run"})
 
 

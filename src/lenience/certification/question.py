@@ -24,7 +24,6 @@ from lenience.core.errors import InputError
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.options import given_options
 from lenience.rules.baselines import BASELINES
-from lenience.rules.combine import AnyOf
 from lenience.rules.settings import ladder
 from lenience.tasks import Task
 
@@ -158,17 +157,13 @@ class CertifyConfig:
         chains. Options that a decoder does not set come from `shared`, or from the question."""
         shared = shared or self.decoder
         chains = []
-        for rules in self._ladders:
+        for text in self.rules:
+            rules = ladder(text, self.thresholds)
             chains.append([shared.with_parts(rule=rule) for rule in rules])
         for texts in self.settings:
             given = map(given_options, texts)
             chains.append([shared.with_options(options) for options in given])
         return chains
-
-    @cached_property
-    def _ladders(self) -> list[list[AnyOf]]:
-        """Return the settings of each rule from strict to lenient."""
-        return [ladder(rule, self.thresholds) for rule in self.rules]
 
     def to_json(self) -> dict[str, Any]:
         """Return the question's identity, with decoding options under their own names."""

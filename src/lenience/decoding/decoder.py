@@ -150,7 +150,8 @@ class Decoder(PlainOptions):
             return self
         if _resolver(options.get("rule")):
             raise InputError(
-                f"rule {options['rule']}: names a whole decoder; give it alone"
+                f"rule {options['rule']}: names a whole decoder, which cannot be added to the "
+                "options of another"
             )
         texts = {}
         for name, value in options.items():
