@@ -159,6 +159,21 @@ def summary(pairs: list[list[Turn]]) -> dict[str, Any]:
     }
 
 
+def timed_pairs(given: argparse.Namespace) -> dict[str, list[list[Turn]]]:
+    """Return the turns of each pair of processes, by decoder."""
+    found: dict[str, list[list[Turn]]] = {name: [] for name in DECODERS}
+    for pair in track(range(given.pairs), "pairs", console=Console(stderr=True)):
+        started = {}
+        for folder in (ROOT, given.other) if pair % 2 else (given.other, ROOT):
+            started[folder] = Checkout(folder, given.prompts)
+        checkouts = [started[ROOT], started[given.other]]
+        for name, timed in found.items():
+            timed.append(turns_of(checkouts, name, given.turns, pair % 2))
+        for checkout in checkouts:
+            checkout.end()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -175,20 +190,20 @@ def main() -> None:
         parser.error(f"{given.other}: name the folder of another checkout")
     if given.pairs < LEAST_PAIRS:
         parser.error(f"--pairs {given.pairs}: must be {LEAST_PAIRS} or more")
-    found: dict[str, list[list[Turn]]] = {name: [] for name in DECODERS}
-    for pair in track(range(given.pairs), "pairs", console=Console(stderr=True)):
-        checkouts = [Checkout(folder, given.prompts) for folder in (ROOT, given.other)]
-        for name, timed in found.items():
-            timed.append(turns_of(checkouts, name, given.turns, pair % 2))
-        for checkout in checkouts:
-            checkout.end()
+    if given.turns < 1:
+        parser.error(f"--turns {given.turns}: must be 1 or more")
+    found = timed_pairs(given)
     revision = subprocess.run(
         ["git", "-C", str(given.other), "rev-parse", "--short", "HEAD"],
         capture_output=True,
         text=True,
         check=True,
     )
-    about = {"against": revision.stdout.strip(), "turns": given.turns}
+    about = {
+        "against": revision.stdout.strip(),
+        "turns": given.turns,
+        "prompts": given.prompts,
+    }
     rows = {name: summary(pairs) for name, pairs in found.items()}
     print(json.dumps(recorded({**about, "rows": rows}), indent=1))
 
