@@ -67,7 +67,7 @@ def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
 
 def _usual(option: str) -> Any:
     """Return a function that shows the default of a decoding option; False to show none. The flag's
-    own default is None, so that a given flag is known."""
+    own default is None, which differs from every given value."""
     usual = default_options()[option]
     return bool(usual) and option not in OWN_DEFAULTS and (lambda _: usual)
 

@@ -27,7 +27,7 @@ Distill = Literal["forward-kl", "reverse-kl", "on-policy"]
 """Divergence to minimise: KL(target ‖ draft) or KL(draft ‖ target) along the target's own answers,
 or KL(target ‖ draft) along answers that the draft samples anew in each epoch."""
 ROWS = 32
-"""Number of answers per training batch, and number of answers per sampling batch."""
+"""Number of answers that are sampled at once."""
 LEARNING_RATE = 3e-4
 WIDTH = 320
 """Hidden size up to which a draft's first learning rate is LEARNING_RATE; for wider drafts it falls

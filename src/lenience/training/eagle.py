@@ -24,9 +24,10 @@ from lenience.training.trainer import (
 )
 
 STEPS = 5
+"""Number of successive drafted tokens in training, where drafting continues from the model's own
+states."""
 FURTHER_WEIGHT = 0.8
-"""Number of answers per batch; number of successive drafted tokens in training, where drafting
-continues from the model's own states; and factor of each further token's loss."""
+"""Factor of each further token's loss."""
 LEARNING_RATE = 1e-3
 WIDTH = 320
 """Hidden size up to which the first learning rate is LEARNING_RATE; for wider models it falls in

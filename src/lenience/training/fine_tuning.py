@@ -24,7 +24,7 @@ from lenience.training.trainer import (
 )
 
 FURTHER_WEIGHT = 0.8
-"""Number of answers per batch, and factor of each further token's loss."""
+"""Factor of each further token's loss."""
 LEARNING_RATE = 3e-4
 WIDTH = 320
 """Hidden size up to which a target's first learning rate is LEARNING_RATE; for wider targets it

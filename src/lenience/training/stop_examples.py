@@ -26,7 +26,7 @@ STOP_WINDOW = 32
 accepted window is not a drafted token."""
 INTERLEAVED = 8
 """Window for interleaving both models' tokens. The target also writes the token after a full
-window, which a coin leaves full once in 2^8."""
+window. A coin per token fills a window with probability 2^-8."""
 GATE_PREFIXES = 12
 """Number of a gate's training rows per sample and kind of prefix."""
 
