@@ -498,9 +498,10 @@ def warn_of_too_few(config: CertifyConfig, share: float) -> None:
     allowed = config.num_prompts()
     least = config.least_prompts(share)
     if least is None or least > allowed:
-        takes = f"about {least:,}; allow more (--limit)"
         if least is None:
             takes = f"more than the horizon, {config.spent_over:,}; raise --horizon"
+        else:
+            takes = f"about {least:,}; allow more (--limit)"
         warnings.warn(
             f"{allowed:,} prompts cannot certify a loss of at most "
             f"{config.max_drop:.2%}: even a setting that loses nothing needs {takes}",
