@@ -363,7 +363,7 @@ def test_the_interval_has_the_true_ratio_as_often_as_it_says(n: int) -> None:
             "judge:run/judge@0.9",
             4,
             None,
-            "Whether anything is gained over the fastest strict",
+            "These prompts show neither a gain nor a loss over the fastest strict",
         ),
         (
             "exact",
