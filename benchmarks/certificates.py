@@ -450,7 +450,7 @@ def drawn(
     for number in range(REPEATS):
         samples, lost = rows(rng)
         draw = Draw(str(number), 600, "calibration")
-        used = draw_rows(encoder, Rows(samples), samples, draw, ())
+        used = draw_rows(encoder, Rows(samples), draw, ())
         losses = np.array([lost[one.prompt] for one in used], float)
         false += test.passed_at(losses) is not None
     return {"attack": said, "true": mean, "limit": 0.05, **share_of(false)}

@@ -32,7 +32,7 @@ from lenience.cli.options import (
     given,
     needs_draft,
 )
-from lenience.cli.servers import STORE, Servers, prepare, print_speeds
+from lenience.cli.servers import STORE, Servers, print_cost_and_noise, print_speeds
 from lenience.cli.steps import audit_run, certify_run, compare_run, plan_run, tune_run
 from lenience.cli.tables import print_grades
 from lenience.core.errors import InputError, RunError
@@ -212,7 +212,7 @@ def certify(
     if servers.named:
         models = models_of(run, models)
         pair = _served(run, flags, models)
-        prepare(servers, pair, config, task)
+        print_cost_and_noise(servers, pair, config, task)
         remember(run, models, choice)
     else:
         drafts = needs_draft(decoder_of(given(decoding)))

@@ -152,7 +152,9 @@ def served_answers(
         yield list(zip(pair.endpoints, row))
 
 
-def prepare(servers: Servers, pair: Pair, config: CertifyConfig, task: Task) -> None:
+def print_cost_and_noise(
+    servers: Servers, pair: Pair, config: CertifyConfig, task: Task
+) -> None:
     """Print the maximum cost of a certificate, and how often each server differs from itself."""
     from lenience.runs.answers import for_task
     from lenience.tasks import take

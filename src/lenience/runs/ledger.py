@@ -131,9 +131,7 @@ class Ledger:
     def rows(self, lm: LM, task: Task, draw: Draw) -> list[Sample]:
         """Return the rows of a draw, as `draw_rows` does."""
         with self.held():
-            samples = take(task, draw.split, None)
-            uses = uses_of(self.place, self.folder, draw)
-            return draw_rows(lm, task, samples, draw, uses)
+            return draw_rows(lm, task, draw, uses_of(self.place, self.folder, draw))
 
     def drawn(
         self, lm: LM, task: Task, draw: Draw, before: Drawn | None = None

@@ -16,7 +16,7 @@ from lenience.core.files import digest, read_json
 from lenience.core.records import Record
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples
-from lenience.tasks import Sample, Task
+from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
     from lenience.core.protocols import TrainedPart
@@ -200,12 +200,10 @@ def uses_of(ledger: Path, folder: Path, draw: Draw) -> list[Use]:
     ]
 
 
-def draw_rows(
-    lm: LM, task: Task, samples: Sequence[Sample], draw: Draw, uses: Iterable[Use]
-) -> list[Sample]:
-    """Return up to `draw.n` of the rows of a task's split: first the rows already recorded for this
-    draw, in order, then unused rows at random. Mining, training, other certificates
-    and window selection are uses.
+def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sample]:
+    """Return up to `draw.n` rows of a task: first the rows already recorded for this draw, in
+    order, then unused rows at random. Mining, training, other certificates and window selection are
+    uses.
 
     A row is identified by task and id. If a prompt was used on k rows of another task or id, k of
     its rows count as used here. Its other rows may be drawn, so a frequent prompt keeps its weight
@@ -213,6 +211,7 @@ def draw_rows(
     a used row is left out. Raises InputError if an id in `draw.ids` is unknown or used, or no row
     is left.
     """
+    samples = take(task, draw.split, None)
     where = f"task {task.name!r}"
     unknown = set(draw.ids) - {sample.id for sample in samples}
     if unknown:
