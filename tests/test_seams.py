@@ -31,6 +31,7 @@ from transformers.utils import logging
 
 import lenience
 from lenience import InputError
+from lenience.certification.question import CertifyConfig
 from lenience.core.context import Context
 from lenience.core.protocols import Rule
 from lenience.core.records import Record
@@ -743,3 +744,17 @@ def test_a_ladder_of_one_judge_leaves_another_judges_path_alone(tmp_path: Path) 
     assert list(map(str, ladder(f"{one}&{other}"))) == [
         f"{one}@{t}&{other}" for t in (0.8, 0.7)
     ]
+
+
+def test_a_question_reads_a_judge_that_was_trained_again(tmp_path: Path) -> None:
+    def trained(*listed: float) -> None:
+        metrics = {"thresholds": [{"recall": 0.9, "threshold": t} for t in listed]}
+        Head(torch.ones(4), 0.0, Inputs(), 0.5, {}, metrics).save(tmp_path / "judge")
+
+    trained(0.7, 0.8)
+    asked = CertifyConfig(rules=(f"judge:{tmp_path}/judge",), max_drop=0.1)
+    (before,) = asked.chains()
+    trained(0.3)
+    (after,) = asked.chains()
+    assert [str(step.rule)[-3:] for step in before] == ["0.8", "0.7"]
+    assert [str(step.rule)[-3:] for step in after] == ["0.3"]
