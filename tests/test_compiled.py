@@ -14,12 +14,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from conftest import prompt_lists, quick
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx.reference import ReferenceEvaluator
 from test_batch import assert_same
 
 import lenience
@@ -28,6 +31,7 @@ from lenience.decoding import loop
 from lenience.decoding.generation import Reporting
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.models import onnx_export
 from lenience.models.compile import compile_model, graph_path, shipped_path
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM
@@ -383,6 +387,41 @@ def test_a_graph_holds_no_weights(compiled) -> None:
     }
     inside = [len(c.raw_data) for c in graph.initializer if c.name not in outside]
     assert max(inside) < 4 * largest / 10
+
+
+def test_an_export_traces_a_model_once(
+    checkpoints: Callable[[str], tuple[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the exporter would decompose it would trace a second time."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("decomposed")
+
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", refuse)
+    target = load_pair(*checkpoints("gemma2"), dtype="float32", compile=False).target
+    export_graph(target, tmp_path / "trees", trees=True)
+
+
+class Overwriting(torch.nn.Module):
+    """Writes into a tensor that it has made, which a graph of ONNX cannot do."""
+
+    model = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.model(x) + 1
+        y[:, 0] = 7.0
+        return y
+
+
+def test_what_writes_into_its_argument_is_exported_the_slower_way() -> None:
+    argument = {"x": (torch.ones(2, 3), {0: "m"})}
+    made = onnx_export._trace(Overwriting().eval(), argument, ["y"])
+    evaluator = ReferenceEvaluator(ir.to_proto(made))
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    (y,) = evaluator.run(None, {"x": x})
+    assert np.array_equal(y, np.c_[np.full(4, 7), x[:, 1:] + 1])
 
 
 def test_shipped_graphs_read_as_the_built_in_pair_does(

@@ -156,7 +156,6 @@ def pairwise(allows: Callable[[Case], bool]) -> list[Case]:
     few thousand holds."""
     rng, axes = random.Random(0), list(PARTS.values())
     cases = rng.sample(list(itertools.product(*axes)), 4000)
-    cases = [case for case in cases if allows(case)]
     chosen: list[Case] = []
     seen: set[tuple[Any, ...]] = set()
     for at_least in (9, 7, 5, 4, 3, 2, 1):  # cases that bring most first
@@ -165,7 +164,7 @@ def pairwise(allows: Callable[[Case], bool]) -> list[Case]:
                 (i, a, j, b)
                 for (i, a), (j, b) in itertools.combinations(enumerate(case), 2)
             }
-            if len(twos - seen) >= at_least:
+            if len(twos - seen) >= at_least and allows(case):
                 chosen.append(case)
                 seen |= twos
     return chosen

@@ -711,14 +711,12 @@ def test_random_accepts_its_share_of_what_it_is_asked(
 ) -> None:
     """By itself of all tokens, matching (0) or not (1); beside `exact` of those that do not."""
     n = 4000
-    logits = np.tile(np.log(np.array([0.9, 0.1], dtype=np.float32)), (2, 1))
+    logits = torch.tensor([0.9, 0.1]).log().expand(n, 2, 2)
+    made = Draft(torch.full((n, 1), drafted), torch.ones(n, dtype=torch.long))
+    ctx = Context([Row(Noise.for_prompt(seed, [1]), [1]) for seed in range(n)], 0.0)
     rule = lenience.rule(spec.format(f"random:{rate}"))
-    kept = sum(
-        decide(
-            rule, window([drafted]), reading(logits), sampling(seed, 0.0)
-        ).num_accepted
-        for seed in range(n)
-    )
+    verdicts = rule(made, Reading(logits, torch.zeros(n, 2, 3)), ctx)
+    kept = sum(verdict.num_accepted for verdict in verdicts)
     assert binomtest(kept, n, rate).pvalue > 1e-3
 
 

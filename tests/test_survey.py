@@ -27,23 +27,22 @@ DISTRIBUTIONS = st.lists(st.floats(0.02, 1), min_size=4, max_size=4).map(
 def accepted(p: np.ndarray, q: np.ndarray, k: int, replace: bool, seed: int) -> float:
     """The share of trials in which one of k draws is kept by recursive rejection."""
     rng = np.random.default_rng(seed)
+    trials = np.arange(20_000)
+    left, drafts = np.tile(p, (len(trials), 1)), np.tile(q, (len(trials), 1))
     kept = 0
-    trials = 20_000
-    for _ in range(trials):
-        left, drafts = p.copy(), q.copy()
-        for _ in range(k):
-            x = rng.choice(len(p), p=drafts / drafts.sum())
-            now = drafts / drafts.sum()
-            if rng.random() < left[x] / now[x]:
-                kept += 1
-                break
-            rest = np.maximum(left - now, 0)
-            if rest.sum() < 1e-12:
-                break
-            left = rest / rest.sum()
-            if not replace:
-                drafts[x] = 0
-    return kept / trials
+    for _ in range(k):
+        now = drafts / drafts.sum(1, keepdims=True)
+        x = (rng.random((len(now), 1)) > now.cumsum(1)).sum(1)
+        at = np.arange(len(x))
+        rejected = rng.random(len(x)) >= left[at, x] / now[at, x]
+        kept += (~rejected).sum()
+        if not replace:
+            drafts[at, x] = 0
+        rest = np.maximum(left - now, 0)
+        goes_on = rejected & (rest.sum(1) >= 1e-12)
+        drafts, rest = drafts[goes_on], rest[goes_on]
+        left = rest / rest.sum(1, keepdims=True)
+    return kept / len(trials)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -22,6 +22,7 @@ import onnx_ir as ir
 import torch
 from onnxscript.optimizer import optimize_ir
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -436,22 +437,68 @@ def _trace(module: _Twin, arguments: Traced, outputs: list[str]) -> ir.Model:
             )
         elif value is not None:
             names.append(name)
-    program = torch.onnx.export(
-        module,
-        tuple(value for value, _ in arguments.values()),
-        dynamo=True,
-        dynamic_shapes=tuple(varies for _, varies in arguments.values()),
-        input_names=names,
-        output_names=outputs,
-        verbose=False,
-        optimize=False,  # it would compute constants from weights, and merge equal weights
-    )
+    values = tuple(value for value, _ in arguments.values())
+    varies = tuple(varies for _, varies in arguments.values())
+    said: dict[str, Any] = {
+        "input_names": names,
+        "output_names": outputs,
+        "dynamic_shapes": varies,
+        "dynamo": True,
+        "verbose": False,
+        "optimize": False,  # it would compute constants from weights, and merge equal weights
+    }
+    try:
+        program = torch.onnx.export(_captured(module, values, varies), (), **said)
+    except Exception:  # the slower way, for an operation that must be decomposed
+        program = torch.onnx.export(module, values, **said)
     assert program is not None
     _name_weights(program.model.graph, module.model)
     optimize_ir(program.model)
     for node in list(program.model.graph):
         _divide(program.model.graph, node)
     return program.model
+
+
+def _captured(
+    module: torch.nn.Module, values: tuple[Any, ...], varies: tuple[Any, ...]
+) -> torch.export.ExportedProgram:
+    """Return a module's operations in a form that the exporter takes as decomposed. Decomposing
+    traces all of them once more, which takes half the time of an export. Raises ValueError for an
+    operation that writes into its argument."""
+    free = torch.export.Dim.DYNAMIC
+    shapes = tree_map(lambda dim: free if isinstance(dim, str) else dim, varies)
+    # a batch may have one row, and a window one token
+    config: Any = torch.fx.experimental._config
+    with config.patch(backed_size_oblivious=True):
+        program = torch.export.export(
+            module, values, dynamic_shapes=shapes, strict=False
+        )
+    for node in program.graph.nodes:
+        _rename(node)
+    program.run_decompositions = lambda *_: program
+    return program
+
+
+def _rename(node: torch.fx.Node) -> None:
+    """Replace an operation of a traced graph that the exporter does not know by one that it knows.
+    Raises ValueError for an operation that writes into its argument."""
+    aten = torch.ops.aten
+    schema = getattr(node.target, "_schema", None)  # of an operation of torch
+    if schema is None:
+        return
+    if schema.is_mutable:
+        raise ValueError(f"{node.target} writes into its argument")
+    if node.target is aten.__and__.Tensor:
+        node.target = aten.bitwise_and.Tensor
+    elif node.target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device):
+        names = [argument.name for argument in schema.arguments]
+        given = {**dict(zip(names, node.args)), **node.kwargs}
+        node.target, node.args = aten._to_copy.default, (given["self"],)
+        node.kwargs = {"dtype": given["dtype"]} if given.get("dtype") else {}
+    elif node.target is aten.index_copy.default:
+        whole, dim, index, part = cast(tuple[Any, ...], node.args)
+        before = [None] * (dim % whole.meta["val"].dim())
+        node.target, node.args = aten.index_put.default, (whole, [*before, index], part)
 
 
 def _divide(graph: ir.Graph, node: ir.Node) -> None:
