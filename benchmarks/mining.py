@@ -41,7 +41,7 @@ from lenience.drafting.parsing import parse_drafter
 from lenience.evaluation.table import machine
 from lenience.mining.crew import HiredWorker, ProcessCrew, mined_by
 from lenience.mining.search import Miner, SearchResult, search
-from lenience.mining.work import Part, WorkerPlan, identity_of
+from lenience.mining.work import SampleBatch, WorkerPlan, identity_of
 from lenience.runs.record import MinedSample
 from lenience.tasks import Sample, WordMath, take
 
@@ -122,8 +122,8 @@ def by_workers(
     ids = [sample.id for sample in samples]
     for worker in crew.workers:
         assert worker is not None
-        list(worker.mine(Part(ids[:2], {"max_new_tokens": 320}, 1)))  # warm-up
-    work = Part(ids, {"max_new_tokens": 320}, AT_ONCE // number)
+        list(worker.mine(SampleBatch(ids[:2], {"max_new_tokens": 320}, 1)))  # warm-up
+    work = SampleBatch(ids, {"max_new_tokens": 320}, AT_ONCE // number)
     began = time.perf_counter()
     records = list(mined_by(crew, work, identity_of(pair, WordMath())))
     seconds = time.perf_counter() - began

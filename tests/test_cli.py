@@ -20,7 +20,7 @@ from unittest.mock import patch
 import pytest
 
 import lenience
-from lenience.cli.commands import EXAMPLES, app, main
+from lenience.cli.commands import COMMAND_EXAMPLES, app, main
 from lenience.core.files import EMBEDDED
 from lenience.decoding.auto_window import CANDIDATES
 from lenience.drafting.registry import DRAFTERS, STOPS, TREES
@@ -742,9 +742,11 @@ def test_the_demo_tells_the_whole_story(
 
 def test_help_is_in_the_order_of_use_with_examples_that_can_be_typed() -> None:
     whole = run("--help").stdout
-    listed = [name for name in re.findall(r"│ (\w+) ", whole) if name in EXAMPLES]
-    assert listed == list(EXAMPLES)
-    for name, example in EXAMPLES.items():
+    listed = [
+        name for name in re.findall(r"│ (\w+) ", whole) if name in COMMAND_EXAMPLES
+    ]
+    assert listed == list(COMMAND_EXAMPLES)
+    for name, example in COMMAND_EXAMPLES.items():
         told = run(name, "--help").stdout
         assert example in " ".join(told.split()) and "--empty" not in told
         command, bound, _ = app.parse_args(
@@ -765,7 +767,7 @@ def test_lenience_alone_says_what_to_do_first(
     out = capsys.readouterr().out
     assert "lenience demo --quick" in out and "--rule certified:run" in out
     typed = [line.split() for line in out.splitlines() if line.startswith("  lenience")]
-    known = {*EXAMPLES, "--help", "COMMAND"}
+    known = {*COMMAND_EXAMPLES, "--help", "COMMAND"}
     assert {words[1].rstrip(",") for words in typed} <= known
 
 

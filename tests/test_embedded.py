@@ -23,7 +23,7 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.parsing import parse_drafter, parse_stop
 from lenience.drafting.stops import Likely
 from lenience.evaluation.compare import CompareConfig
-from lenience.rules.judge import BUILT_IN, Judge
+from lenience.rules.judge import BUILT_IN_JUDGE, Judge
 from lenience.rules.parsing import parse_rule
 from lenience.runs.certificate import head_paths
 from lenience.runs.uses import prompt_digest
@@ -102,7 +102,7 @@ def test_its_judge_keeps_what_does_not_matter(built_in: Pair) -> None:
 
 
 def test_its_judge_needs_no_path() -> None:
-    by_path = f"judge:{BUILT_IN}@0.9"
+    by_path = f"judge:{BUILT_IN_JUDGE}@0.9"
     assert parse_rule(by_path).heads == parse_rule("judge@0.9").heads
     assert str(Judge(threshold=0.9)) == str(parse_rule(by_path).heads[0]) == "judge@0.9"
     assert (

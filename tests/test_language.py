@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lenience.cli.commands import EXAMPLES
+from lenience.cli.commands import COMMAND_EXAMPLES
 
 ROOT = Path(__file__).parents[1]
 SOURCE = sorted((ROOT / "src/lenience").rglob("*.py"))
@@ -91,7 +91,7 @@ def test_attribute_docs_are_noun_phrases() -> None:
     assert others == []
 
 
-@pytest.mark.parametrize("command", EXAMPLES)
+@pytest.mark.parametrize("command", COMMAND_EXAMPLES)
 def test_help_strings_name_the_thing(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,7 @@ from lenience.mining.search import MineConfig, mine
 from lenience.runs.uses import prompt_digest
 from lenience.tasks import Graded, Sample
 from lenience.tasks.code import HumanEval
-from lenience.tasks.grader import RIGHT, Endpoint
+from lenience.tasks.grader import RIGHT, GraderServer
 from lenience.training.fit import HeadPlan, fit_run
 
 TEMPLATE = (
@@ -301,24 +301,24 @@ def test_failures_for_the_moment_are_tried_again_and_others_end(serve: Any) -> N
              "[Answer B]\nb\n[End of answer B]"}]]  # fmt: skip
     server = serve(by_length, [500, 429, 503])
     assert (
-        Endpoint(server.url, wait=0.01).ask(ask) == ["Because.\n[[C]]"]
+        GraderServer(server.url, wait=0.01).ask(ask) == ["Because.\n[[C]]"]
         and server.asked == 4
     )
     server = serve(by_length, [500] * 9)
     with pytest.raises(RuntimeError, match="chat/completions failed \\(500"):
-        Endpoint(server.url, wait=0.01).ask(ask)
+        GraderServer(server.url, wait=0.01).ask(ask)
     assert server.asked == 5
     server = serve(by_length, [401] * 9)
     with pytest.raises(RuntimeError, match="401"):
-        Endpoint(server.url, wait=0.01).ask(ask)
+        GraderServer(server.url, wait=0.01).ask(ask)
     assert server.asked == 1
     with pytest.raises(
         InputError, match=r"Connection refused.*check that the server runs"
     ):
-        Endpoint("http://127.0.0.1:9/v1", wait=0.001)
+        GraderServer("http://127.0.0.1:9/v1", wait=0.001)
     with pytest.raises(InputError, match="write URL or URL,model=NAME"):
-        Endpoint(f"{server.url},temperature=1")
-    assert Endpoint(f"{server.url},model=mine").source.startswith("mine at http")
+        GraderServer(f"{server.url},temperature=1")
+    assert GraderServer(f"{server.url},model=mine").source.startswith("mine at http")
 
 
 @pytest.fixture(scope="module")
@@ -800,9 +800,9 @@ def test_a_grader_that_only_thinks_is_named(
         return lambda a, b: {"message": message, "finish_reason": finish}
 
     with pytest.raises(RunError, match=f"all of it is in {where}; turn reasoning off"):
-        Endpoint(serve(thinks("stop")).url).ask([question])
+        GraderServer(serve(thinks("stop")).url).ask([question])
     with pytest.raises(RunError, match="its thought used up all 1024 tokens"):
-        Endpoint(serve(thinks("length")).url).ask([question])
+        GraderServer(serve(thinks("length")).url).ask([question])
     parts = [{"type": "text", "text": "So "}, {"type": "text", "text": "[[A]]"}]
     whole = {"message": {"content": parts}, "finish_reason": "stop"}
-    assert Endpoint(serve(lambda a, b: whole).url).ask([question]) == ["So [[A]]"]
+    assert GraderServer(serve(lambda a, b: whole).url).ask([question]) == ["So [[A]]"]

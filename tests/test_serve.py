@@ -38,11 +38,11 @@ from lenience.rules.combine import AnyOf
 from lenience.runs.certificate import narrowed
 from lenience.serving import batch as batches
 from lenience.serving.app import make_app
-from lenience.serving.batch import Batch, Job, RuleOfRow
+from lenience.serving.batch import Job, RuleOfRow, RunningBatch
 from lenience.serving.dial import Dial
 from lenience.serving.guard import LARGEST_BODY
 from lenience.serving.service import CountPenalty, Penalties, ServeConfig, Service
-from lenience.serving.worker import Busy, Lane, Worker
+from lenience.serving.worker import Busy, DecodingThread, Lane
 from lenience.tasks import WordMath
 
 URL = "http://127.0.0.1"
@@ -81,7 +81,7 @@ class Served:
             time.sleep(0.01)
 
     @property
-    def worker(self) -> Worker:
+    def worker(self) -> DecodingThread:
         return self.app.state.server.worker
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx2.Response:
@@ -648,7 +648,7 @@ def test_closing_finishes_answers_and_ends_the_rest(llama: Pair) -> None:
 
 
 def test_a_batch_that_cannot_be_made_fails_those_who_wait() -> None:
-    def fail() -> Batch:
+    def fail() -> RunningBatch:
         raise InputError("no room")
 
     errors: list[Exception] = []
@@ -659,7 +659,7 @@ def test_a_batch_that_cannot_be_made_fails_those_who_wait() -> None:
         def on_error(self, job: Job, error: Exception) -> None:
             errors.append(error)
 
-    worker = Worker({"main": Lane(fail, longest=2)})
+    worker = DecodingThread({"main": Lane(fail, longest=2)})
     job: Any = type("Job", (), {"cancelled": False})()
     worker.submit("main", [(job, Told())])
     wait_for(lambda: len(errors) == 1)
@@ -771,7 +771,7 @@ class Alone:
     def __init__(self, pair: Pair, options: dict[str, Any], size: int, context: int):
         self.pair = pair
         self.decoder = pair.decoder(options)
-        self.batch = Batch(
+        self.batch = RunningBatch(
             pair, self.decoder, RuleOfRow([self.decoder.rule]), size, context
         )
         self.cycles: list[list[tuple[Job, Step]]] = []

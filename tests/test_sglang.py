@@ -549,7 +549,7 @@ def test_sglang_loads_the_plugin_or_does_not_start() -> None:
         ("tpk:3", "", "there is no rule 'tpk'"),
         (
             "topk:3",
-            "from lenience.integrations.sglang import checks; checks.KNOWN = ('9.9',)",
+            "from lenience.integrations.sglang import checks; checks.SUPPORTED_VERSIONS = ('9.9',)",
             "is not known; lenience",
         ),
         (

@@ -27,7 +27,7 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.parsing import parse_tree
 from lenience.drafting.trees.growing import GrowingTree, PathEnds, TreeLevel
 from lenience.drafting.trees.judging import judge_trees
-from lenience.drafting.trees.planning import BUILT_IN
+from lenience.drafting.trees.planning import BUILT_IN_TREE
 from lenience.drafting.trees.shapes import Dynamic
 from lenience.heads.head import Head, Inputs
 from lenience.models import onnx_graph
@@ -562,7 +562,7 @@ def test_the_fastest_shape_is_picked_and_answers_stay_the_targets(llama: Pair) -
     assert out.tree in choices
     settled = llama.settle([prompt], tree="auto", window="auto")
     assert (str(settled.tree), settled.window) == (out.tree, out.window)
-    planned = parse_tree(f"auto:path={BUILT_IN}").choices()
+    planned = parse_tree(f"auto:path={BUILT_IN_TREE}").choices()
     assert [tree.size for tree in planned[1:]] == [4, 8, 16, 32, 64]
     with pytest.raises(InputError, match="window auto"):
         llama.generate(prompt, tree="auto", window=8)

@@ -22,7 +22,7 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.mining.crew import Crew, HiredWorker, ProcessCrew
 from lenience.mining.search import MineConfig, mine
-from lenience.mining.work import Part, WorkerPlan
+from lenience.mining.work import SampleBatch, WorkerPlan
 from lenience.runs.journal import Journal
 from lenience.tasks import Task, load_task
 
@@ -259,7 +259,7 @@ class Watched:
         self.mined.append(0)
         mine_part = worker.mine
 
-        def counted(part: Part) -> Iterator[dict]:
+        def counted(part: SampleBatch) -> Iterator[dict]:
             for record in mine_part(part):
                 if place < 2 and sum(self.mined) >= self.alone:
                     assert self.helped.wait(300)

@@ -48,10 +48,10 @@ def _commands() -> str:
     """Return the help of every command as sections."""
     from rich.console import Console
 
-    from lenience.cli.commands import EXAMPLES, app
+    from lenience.cli.commands import COMMAND_EXAMPLES, app
 
     sections = []
-    for name in EXAMPLES:
+    for name in COMMAND_EXAMPLES:
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             app.help_print([name], console=Console(file=out, width=96, no_color=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lenience.decoding.loading import load_pair
 from lenience.drafting.model import DraftModel
-from lenience.drafting.trees.planning import BUILT_IN
+from lenience.drafting.trees.planning import BUILT_IN_TREE
 from lenience.tasks.wordmath_problems import problem, prompt
 from lenience.training.acceptance import PROMPTS, measure_acceptance
 
@@ -18,7 +18,7 @@ def main() -> None:
     # of no split of the task
     prompts = [prompt(problem("heads", i)) for i in range(PROMPTS)]
     found = measure_acceptance(pair, prompts, DraftModel())
-    found.save(BUILT_IN)
+    found.save(BUILT_IN_TREE)
     print([round(row[0], 3) for row in found.shares], found.places)
 
 

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-AT_ONCE = 32
+GRADED_AT_ONCE = 32
 """Number of pairs of answers per call of a grader."""
-ENOUGH = 50
+ACCURACY_PROMPTS = 50
 """Number of prompts on which the target's accuracy is measured."""
 FEW = 500
 """Number of prompts of which the target must answer one correctly if it may be weak."""
@@ -216,9 +216,11 @@ class Calibration:
         for answer, target_answer, sample in rows:
             if target_answer:
                 triples.append((answer.text, target_answer.text, sample))
-        for start in range(0, len(triples), AT_ONCE):
-            self.task.points(triples[start : start + AT_ONCE])
-            self.progress("grading", min(start + AT_ONCE, len(triples)), len(triples))
+        for start in range(0, len(triples), GRADED_AT_ONCE):
+            self.task.points(triples[start : start + GRADED_AT_ONCE])
+            self.progress(
+                "grading", min(start + GRADED_AT_ONCE, len(triples)), len(triples)
+            )
 
     def _loss(self, sample: Sample, alone: Answer, lenient: Answer) -> float:
         """Return the loss on one prompt, in [0, 1]."""
@@ -266,7 +268,7 @@ class Calibration:
 
     def _check_target(self) -> None:
         """Raise InputError if the target is right on none of the first prompts, or on too few."""
-        samples = self.prompts.first(ENOUGH)
+        samples = self.prompts.first(ACCURACY_PROMPTS)
         if self.config.needs_references and any(
             sample.reference is None for sample in samples
         ):
@@ -274,7 +276,7 @@ class Calibration:
         task = self.task
         right = self._right(samples)
         least = self.config.least_accuracy
-        more = self.prompts.first(FEW if not least else ENOUGH)
+        more = self.prompts.first(FEW if not least else ACCURACY_PROMPTS)
         if not right and not self._right(more):
             other = ", or bound the disagreement (--loss disagreement)"
             raise InputError(
@@ -297,7 +299,7 @@ class Calibration:
 
     def _looked_at(self) -> list[Answer]:
         """Return the target's answers that measure its accuracy."""
-        return self.alone(self.prompts.first(ENOUGH))
+        return self.alone(self.prompts.first(ACCURACY_PROMPTS))
 
     def result(self, decoder: Decoder, tried: SettingResult) -> TriedSetting:
         """Return the outcome of a setting's test. Losses and bounds of the net loss are mapped back

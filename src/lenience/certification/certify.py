@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from scipy.stats import binom
 
 from lenience.certification.calibration import (
-    ENOUGH,
+    ACCURACY_PROMPTS,
     Calibration,
     calibration,
     tokens_per_pass,
@@ -252,7 +252,9 @@ def _drawn(on: Calibration, folder: Path) -> str:
             f"at random from {len(config.ids)} that were named (--ids), not at random"
         )
     where = f"{said} from the rows of split {config.split!r}"
-    if any(group_of(sample) is not None for sample in on.prompts.first(ENOUGH)):
+    if any(
+        group_of(sample) is not None for sample in on.prompts.first(ACCURACY_PROMPTS)
+    ):
         where += ", one of each group, so that each group counts once"
     runs = {
         fitted_in(head)

@@ -35,7 +35,7 @@ GROUPS = {
 """Groups of commands in the help."""
 GO_ON = (demo, mine, fit, compare, certify, tune, audit)
 """Commands that resume."""
-EXAMPLES = {
+COMMAND_EXAMPLES = {
     "demo": "lenience demo --out demo",
     "generate": 'lenience generate "…" --rule certified:run --show',
     "chat": "lenience chat --target org/target --draft org/draft",
@@ -64,8 +64,8 @@ for group, functions in GROUPS.items():
         app.command(
             function,
             group=group,
-            sort_key=list(EXAMPLES).index(name),
-            help_epilogue=f"Example: {EXAMPLES[name]}",
+            sort_key=list(COMMAND_EXAMPLES).index(name),
+            help_epilogue=f"Example: {COMMAND_EXAMPLES[name]}",
         )
 
 

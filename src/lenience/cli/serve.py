@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GRACE = 30
 """Seconds that running answers have to end after SIGTERM."""
-BUILT_IN = {"rule": "exact", "window": 16}
+BUILT_IN_OPTIONS = {"rule": "exact", "window": 16}
 """Options of the built-in pair's server, if none are given."""
 BUILT_IN_ALLOW = ("judge@0.993", "judge@0.09886078796338775")
 """Rules that its requests may choose: the published setting, and the most lenient one of the
@@ -125,7 +125,7 @@ def serve(
     models = models_for(options, run, models)
     models.refuse_vllm("serve")
     if models.target is None and not options:
-        options = dict(BUILT_IN)
+        options = dict(BUILT_IN_OPTIONS)
         server = server.of_built_in()
     _serve(server, options, models)
 

@@ -130,7 +130,7 @@ def cycle_seconds(
     return {window: statistics.median(taken[1:]) for window, taken in seconds.items()}
 
 
-class Decodes(Protocol):
+class MeasuredPair(Protocol):
     """The pair whose cycles are counted and timed."""
 
     @property
@@ -158,7 +158,7 @@ class Chooser:
     judge that learned the judge's rejections is tried too, at the widest window.
     """
 
-    pair: Decodes
+    pair: MeasuredPair
     picked: dict[Hashable, Drafting]
     """Earlier choices by decoder, batch size and whether the pair is compiled."""
 

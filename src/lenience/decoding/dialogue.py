@@ -13,7 +13,7 @@ from lenience.core.workers import Workers
 
 T = TypeVar("T")
 K = TypeVar("K")
-AT_ONCE = 8
+COMPARISONS_AT_ONCE = 8
 """Maximum number of concurrent comparisons."""
 WINDOW = 4
 """Number of tokens drafted per cycle of a continuation in another engine. Verification is exact, so
@@ -107,7 +107,7 @@ class Comparisons(Generic[K]):
     """Comparisons that run in threads, each with a key."""
 
     def __init__(self) -> None:
-        self._workers = Workers[bool | None](AT_ONCE)
+        self._workers = Workers[bool | None](COMPARISONS_AT_ONCE)
         self._running: dict[Future[bool | None], K] = {}
 
     def close(self) -> None:

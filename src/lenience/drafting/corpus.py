@@ -17,7 +17,7 @@ from lenience.core.errors import InputError
 from lenience.core.progress import Progress, silent
 from lenience.models.lm import tokenize
 
-BLOCK = 1 << 20
+CALL_CHARACTERS = 1 << 20
 """Number of characters per tokenizer call."""
 
 
@@ -65,7 +65,7 @@ def _opened(raw: IO[bytes], file: Path) -> AbstractContextManager[IO[bytes]]:
 
 def _text(file: IO[bytes]) -> Iterator[str]:
     """Yield a file's text in parts that end with a line."""
-    while lines := file.readlines(BLOCK):
+    while lines := file.readlines(CALL_CHARACTERS):
         yield b"".join(lines).decode()
 
 
@@ -93,7 +93,7 @@ def _blocks(texts: Iterator[str], path: Path) -> Iterator[list[str]]:
         for text in texts:
             block.append(text)
             size += len(text)
-            if size >= BLOCK:
+            if size >= CALL_CHARACTERS:
                 yield block
                 block = []
                 size = 0

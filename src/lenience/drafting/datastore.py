@@ -25,8 +25,8 @@ from lenience.drafting.trees.shapes import Tree
 from lenience.models.lm import LM
 
 ABOUT = "datastore.json"
-TOKENS = "tokens.npy"
-SUFFIXES = "suffixes.npy"
+TOKENS_FILE = "tokens.npy"
+SUFFIXES_FILE = "suffixes.npy"
 END = -1
 """Separator between documents."""
 FEW = 16
@@ -134,7 +134,7 @@ def build_store(documents: Iterator[list[int]], tokenizer: str, out: Path) -> St
         "tokenizer": tokenizer,
         "fingerprint": digest_bytes(tokens.tobytes()),
     }
-    for name, array in ((TOKENS, tokens), (SUFFIXES, suffixes)):
+    for name, array in ((TOKENS_FILE, tokens), (SUFFIXES_FILE, suffixes)):
         with replacing(out / name) as new, new.open("wb") as file:
             np.save(file, array)
     write_json(out / ABOUT, about)
@@ -155,7 +155,7 @@ def _load(path: Path, changed: tuple[int, int]) -> Store:
         about = json.loads((path / ABOUT).read_text())
         # plain arrays on the mapped memory: slices of a memmap cost several times more
         arrays = []
-        for name in (TOKENS, SUFFIXES):
+        for name in (TOKENS_FILE, SUFFIXES_FILE):
             arrays.append(
                 np.asarray(np.load(path / name, mmap_mode="r", allow_pickle=False))
             )

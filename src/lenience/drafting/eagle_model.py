@@ -43,7 +43,7 @@ ABOUT = "eagle.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 MEND = "`lenience fit RUN --drafter eagle` makes RUN/eagle"
 LAYER = r"(layers\.\d+|midlayer)\."
-KNOWN = re.compile(
+KNOWN_WEIGHTS = re.compile(
     rf"{LAYER}(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.(weight|bias)"
     rf"|{LAYER}(input_layernorm|post_attention_layernorm|hidden_norm)\.weight"
     r"|fc\.(weight|bias)|(norm|input_norm|fc_norm\.\d+|lm_head|embed_tokens)\.weight|d2t|t2d"
@@ -553,7 +553,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     """Return a checkpoint's tensors, named as in speculators' layout."""
     saved = tensors_in(file)
     tensors = {name: part for name, part in saved.items() if "rotary_emb" not in name}
-    strange = [name for name in tensors if not KNOWN.fullmatch(name)]
+    strange = [name for name in tensors if not KNOWN_WEIGHTS.fullmatch(name)]
     if strange:
         raise ValueError(f"it has {strange[0]}, which Llama layers lack")
     found = dict[str, Tensor]()

@@ -35,7 +35,7 @@ from lenience.drafting.published import (
 from lenience.models.lm import LM
 from lenience.models.vocabulary import widened
 
-BUILT_IN = EMBEDDED / "medusa"
+BUILT_IN_HEADS = EMBEDDED / "medusa"
 HUB_FILE = "medusa_lm_head.pt"
 PUBLISHED = re.compile(r"(\d+)\.(\d+)\.(?:linear\.(weight|bias)|weight)")
 """Names of the tensors in Medusa-1's file: those of a head's blocks and, without `linear`, the
@@ -358,11 +358,11 @@ class Medusa(_Heads):
     vocabulary matrix (Medusa-1, Cai 2024, section 2.1.1). Heads trained here and published ones
     work; without a path, those of the built-in target."""
 
-    path: str = field(default=str(BUILT_IN), metadata=spec.PLACED)
+    path: str = field(default=str(BUILT_IN_HEADS), metadata=spec.PLACED)
     name = "medusa"
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        return self if self.path == str(BUILT_IN) else super().relocated(path)
+        return self if self.path == str(BUILT_IN_HEADS) else super().relocated(path)
 
 
 @dataclass(frozen=True)

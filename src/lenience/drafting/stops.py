@@ -24,8 +24,8 @@ from lenience.core.files import EMBEDDED
 from lenience.core.needs import Parts
 from lenience.heads.head import HeadReference
 
-BUILT_IN = str(EMBEDDED / "stop")
-ASKED = Parts.EARLY_ENDS | Parts.CHANCES
+BUILT_IN_STOP = str(EMBEDDED / "stop")
+QUERIED_NEEDS = Parts.EARLY_ENDS | Parts.CHANCES
 """Needs of a condition that is queried for each token."""
 FIRST_ALLOWED = 5
 """Number of tokens with which the heuristic schedule begins."""
@@ -146,7 +146,7 @@ class ThresholdStop(Stop):
 
     @property
     def needs(self) -> Parts:
-        return ASKED
+        return QUERIED_NEEDS
 
     def __post_init__(self) -> None:
         if not 0 <= self.least <= 1:
@@ -215,7 +215,7 @@ class Entropy(ThresholdStop):
 
     @property
     def needs(self) -> Parts:
-        return ASKED if self.rate is None else ASKED | Parts.KEPT_WHOLE
+        return QUERIED_NEEDS if self.rate is None else QUERIED_NEEDS | Parts.KEPT_WHOLE
 
     def max_tokens(self, row: Row, window: int) -> int:
         if self.rate is not None and row.last and row.last.drafted:
@@ -249,7 +249,7 @@ class Scored(HeadReference, Stop):
 
     @property
     def needs(self) -> Parts:
-        return ASKED | Parts.STATES
+        return QUERIED_NEEDS | Parts.STATES
 
     @property
     def heads(self) -> tuple[HeadReference, ...]:
@@ -282,10 +282,10 @@ class Likely(Scored):
     (SpecDec++, Huang 2024, section 3). `lenience fit RUN --stop` trains the head. Default: the head
     of the built-in pair."""
 
-    path: str = field(default=BUILT_IN, metadata=spec.PLACED)
+    path: str = field(default=BUILT_IN_STOP, metadata=spec.PLACED)
     name = "head"
     role = "stop"
-    built_in = BUILT_IN
+    built_in = BUILT_IN_STOP
 
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         return 1 - probs.cumprod(1) > self.bound

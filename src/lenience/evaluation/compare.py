@@ -46,7 +46,7 @@ from lenience.tasks import Sample, Task, take
 DEFAULT_WINDOWS = (2, 4, 8, 16, 32)
 GROWING = ("rules", "settings", "heads")
 """Fields of compare.json that grow as decoders join a comparison."""
-EXAMPLES = 3
+REPORTED_PROMPTS = 3
 """Number of prompts whose answers are kept for the report, token by token."""
 
 
@@ -322,7 +322,7 @@ class Comparison:
         quality = self._quality(settings, rows, progress)
         timings = self._timings(settings, folder / "timings.jsonl", progress)
         examples = []
-        for i, sample in enumerate(self.samples[:EXAMPLES]):
+        for i, sample in enumerate(self.samples[:REPORTED_PROMPTS]):
             examples.append(
                 Example(
                     id=sample.id,
@@ -525,7 +525,7 @@ class Comparison:
         """Return each setting's answers to the samples, [settings][samples]."""
         n = len(self.samples)
         rows = list[list[Answer]]()
-        traced = [sample.id for sample in self.samples[:EXAMPLES]]
+        traced = [sample.id for sample in self.samples[:REPORTED_PROMPTS]]
         total = len(settings) * n
         for number, setting in enumerate(settings):
 

@@ -15,7 +15,7 @@ from lenience.tasks import Sample, Task
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-AT_ONCE = 32
+COMPARED_AT_ONCE = 32
 """Number of answers compared with the target's own per call, so that progress shows."""
 
 
@@ -68,8 +68,8 @@ def beside_target(
     for answer, alone, sample in zip(answers, own, samples):
         triples.append((answer.text, alone.text, sample))
     points = list[float]()
-    for start in range(0, len(triples), AT_ONCE):
-        points += task.points(triples[start : start + AT_ONCE])
+    for start in range(0, len(triples), COMPARED_AT_ONCE):
+        points += task.points(triples[start : start + COMPARED_AT_ONCE])
     of_each = np.array(points)
     par = task.at_par
     lost = np.maximum(0, par - of_each) / par

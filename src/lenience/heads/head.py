@@ -24,7 +24,7 @@ from lenience.heads import lookahead
 
 Role = Literal["judge", "stop", "gate", "mixture"]
 MODELS = ("target", "draft")
-TOKENS = ("draft", "previous", "target")
+TOKEN_KINDS = ("draft", "previous", "target")
 FURTHEST = 64
 """Maximum number of tokens that a head may look ahead."""
 
@@ -51,7 +51,7 @@ class Inputs:
     def __post_init__(self) -> None:
         for what, given, known in (
             ("models", self.models, MODELS),
-            ("tokens", self.tokens, TOKENS),
+            ("tokens", self.tokens, TOKEN_KINDS),
         ):
             unknown = [name for name in given if name not in known]
             if unknown or not given:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-BLOCK = 1024
+BLOCK_ROWS = 1024
 """Number of rows read at a time."""
 MEMORY = 10
 """Number of past steps that L-BFGS keeps."""
@@ -70,8 +70,8 @@ class StreamedRows:
         for path, size in zip(self.paths, self.sizes):
             with safe_open(path, "pt") as file:
                 states = file.get_slice("x")
-                for first in range(0, size, BLOCK):
-                    end = min(first + BLOCK, size)
+                for first in range(0, size, BLOCK_ROWS):
+                    end = min(first + BLOCK_ROWS, size)
                     kept = self.kept[start + first : start + end]
                     if kept.any():
                         block = states[first:end]

@@ -17,7 +17,7 @@ from threading import Condition, Thread
 from typing import Any, Protocol, Self
 
 from lenience.core.errors import InputError, RunError
-from lenience.mining.work import Part, WorkerPlan
+from lenience.mining.work import SampleBatch, WorkerPlan
 
 MOST_AT_ONCE = 4
 """Maximum size of a worker's part, as a multiple of its batch size; parts get smaller towards the
@@ -41,7 +41,7 @@ class HiredWorker(Protocol):
         """Return the identity of the worker's pair and task, see `Worker.identity`."""
         ...
 
-    def mine(self, part: Part) -> Iterator[dict[str, Any]]:
+    def mine(self, part: SampleBatch) -> Iterator[dict[str, Any]]:
         """Yield the record of each sample of a part as it is finished. Raises WorkerLost, or
         InputError or RunError if the search itself fails."""
         ...
@@ -124,7 +124,7 @@ class _Process:
         self.identity = self._message()["ready"]
         return self
 
-    def mine(self, part: Part) -> Iterator[dict[str, Any]]:
+    def mine(self, part: SampleBatch) -> Iterator[dict[str, Any]]:
         self._tell(part.to_json())
         while "mined" in (message := self._message()):
             yield message["mined"]
@@ -223,7 +223,7 @@ class _Board:
 
 
 def mined_by(
-    crew: Crew, work: Part, identity: Mapping[str, Any]
+    crew: Crew, work: SampleBatch, identity: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield the record of each of a crew's samples as it is finished. `identity` is the driver's
     own. Raises RunError if all workers are lost repeatedly or a worker has other models than the
@@ -243,7 +243,7 @@ def mined_by(
 class _Threads:
     """Threads that wait for workers, one per worker."""
 
-    def __init__(self, crew: Crew, work: Part, identity: Mapping[str, Any]):
+    def __init__(self, crew: Crew, work: SampleBatch, identity: Mapping[str, Any]):
         self.crew = crew
         self.work = work
         self.identity = identity

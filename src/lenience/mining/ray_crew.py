@@ -10,7 +10,7 @@ from typing import Any
 
 from lenience.core.errors import InputError, RunError, first_line
 from lenience.mining.crew import HiredWorker, WorkerLost
-from lenience.mining.work import Part, WorkerPlan
+from lenience.mining.work import SampleBatch, WorkerPlan
 from lenience.mining.worker import Worker
 
 POLL = 0.5
@@ -101,7 +101,7 @@ class _Actor:
         self._actor = actor
         self.identity = identity
 
-    def mine(self, part: Part) -> Iterator[dict[str, Any]]:
+    def mine(self, part: SampleBatch) -> Iterator[dict[str, Any]]:
         found = self._actor.mine.options(num_returns="streaming").remote(part.to_json())
         try:
             for record in found:

@@ -32,7 +32,7 @@ from lenience.mining.by_likelihood import scores
 from lenience.mining.crew import Crew, mined_by
 from lenience.mining.on_policy import check_policy, search_on_policy
 from lenience.mining.resampling import Resampling, resample
-from lenience.mining.work import Part, identity_of
+from lenience.mining.work import SampleBatch, identity_of
 from lenience.models.lm import LM
 from lenience.models.session import Session
 from lenience.runs.answers import for_task
@@ -456,9 +456,11 @@ def require_draft(pair: Pair) -> None:
         )
 
 
-def _part(samples: Sequence[Sample], decoder: Decoder, config: MineConfig) -> Part:
+def _part(
+    samples: Sequence[Sample], decoder: Decoder, config: MineConfig
+) -> SampleBatch:
     ids = [sample.id for sample in samples]
-    return Part(ids, decoder.changed(), config.batch_size, config.answers_only)
+    return SampleBatch(ids, decoder.changed(), config.batch_size, config.answers_only)
 
 
 def _searched(
@@ -510,7 +512,9 @@ def _labelled(
         yield found.model_copy(update={"mismatches": labelled, "cost": cost})
 
 
-def _by_crew(pair: Pair, task: Task, crew: Crew, work: Part) -> Iterator[MinedSample]:
+def _by_crew(
+    pair: Pair, task: Task, crew: Crew, work: SampleBatch
+) -> Iterator[MinedSample]:
     """Yield the record of each sample of a crew's workers as it is finished."""
     for record in mined_by(crew, work, identity_of(pair, task)):
         yield MinedSample.read(record, "a worker's record")

@@ -26,7 +26,7 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True)
-class Part:
+class SampleBatch:
     """A batch of samples that a worker takes at once, with their options."""
 
     ids: list[str]

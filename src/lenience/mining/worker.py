@@ -13,7 +13,7 @@ from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
 from lenience.decoding.task_models import task_for
 from lenience.mining.search import Miner, search
-from lenience.mining.work import Part, WorkerPlan, identity_of
+from lenience.mining.work import SampleBatch, WorkerPlan, identity_of
 from lenience.models.threads import limit_threads
 from lenience.tasks import load_task, take
 
@@ -40,7 +40,7 @@ class Worker:
             self._samples = {
                 sample.id: sample for sample in take(self.task, "train", None)
             }
-        asked = Part(**part)
+        asked = SampleBatch(**part)
         missing = [id for id in asked.ids if id not in self._samples]
         if missing:
             raise InputError(

@@ -20,7 +20,7 @@ from lenience.core.types import Draft, Reading
 from lenience.heads.head import HeadReference
 from lenience.rules.base import Lenient
 
-BUILT_IN = str(EMBEDDED / "judge")
+BUILT_IN_JUDGE = str(EMBEDDED / "judge")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Judge(HeadReference, Lenient):
     Judge Decoding, Bachmann 2025). Without a path the head is that of the built-in pair. Alone, the
     rule means `exact|judge:…` when greedy and `speculative|judge:…` when sampling."""
 
-    path: str = field(default=BUILT_IN, metadata=spec.PLACED)
+    path: str = field(default=BUILT_IN_JUDGE, metadata=spec.PLACED)
     strict: str = field(default="", kw_only=True)
     """Regular expression; where it matches the drafted token's text or that of the target's own
     token, the judge needs a higher score."""
@@ -42,7 +42,7 @@ class Judge(HeadReference, Lenient):
     """Minimum logit of the score, instead of `threshold`: log(p / (1 - p)) for a probability p."""
     name = "judge"
     role = "judge"
-    built_in = BUILT_IN
+    built_in = BUILT_IN_JUDGE
     implies_strict = True
     has_threshold = True
     highest = math.nextafter(1, 2)

@@ -45,7 +45,7 @@ class Choice:
 
 
 @dataclass
-class Reply:
+class ServedAnswer:
     """The answer to a request: its choices, in one of the API's two forms."""
 
     lm: LM

@@ -20,7 +20,7 @@ from starlette.types import Receive
 from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.types import Step
 from lenience.core.version import VERSION
-from lenience.serving.answers import Choice, Reply
+from lenience.serving.answers import Choice, ServedAnswer
 from lenience.serving.batch import Job
 from lenience.serving.guard import ApiError, Guard, add_error_handlers, error_body
 from lenience.serving.live_page import RaceColumn, live_page
@@ -29,11 +29,11 @@ from lenience.serving.protocol import (
     ChatCompletion,
     Completion,
     Detokenize,
-    Race,
+    RaceRequest,
     Tokenize,
 )
 from lenience.serving.service import MAIN, Penalties, Service
-from lenience.serving.worker import Busy, Worker
+from lenience.serving.worker import Busy, DecodingThread
 
 DEFAULT_TOKENS = 16
 """Maximum number of new tokens of a completion that names none, as in OpenAI's API."""
@@ -83,10 +83,10 @@ class Server:
         self.api_key = api_key
         self.metrics = Metrics(service.name, max(1, int(service.decoder.window)))
         self.started = int(time.time())
-        self._worker: Worker | None = None
+        self._worker: DecodingThread | None = None
 
     @property
-    def worker(self) -> Worker:
+    def worker(self) -> DecodingThread:
         assert self._worker is not None
         return self._worker
 
@@ -233,7 +233,7 @@ class Server:
         jobs = await run_in_threadpool(self._jobs, asked, prompts, new)
         window = int(self.service.decoder.window)
         choices = [Choice(i, job, RequestCounts(window)) for i, job in enumerate(jobs)]
-        reply = Reply(
+        reply = ServedAnswer(
             self.lm,
             self.service.name,
             isinstance(asked, ChatCompletion),
@@ -375,7 +375,7 @@ class Server:
         policy = f"{only}; connect-src 'self'; base-uri 'none'; frame-ancestors 'none'"
         return HTMLResponse(html, headers={"Content-Security-Policy": policy})
 
-    async def race(self, asked: Race) -> Response:
+    async def race(self, asked: RaceRequest) -> Response:
         """Decode a prompt in the live page's columns, as lines of JSON."""
         ids = await self._tried(partial(self.lm.encode, asked.prompt), "prompt")
         await self._tried(partial(self._check_ids, ids), "prompt")
@@ -429,7 +429,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _stream(
-    reply: Reply,
+    reply: ServedAnswer,
     steps: AsyncIterator[tuple[Choice, Step]],
     usage: bool,
     running_usage: bool,

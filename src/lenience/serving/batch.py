@@ -130,7 +130,7 @@ class Job:
         return self.cancelled or self.response.finish is not None
 
 
-class Batch:
+class RunningBatch:
     """A batch of running requests. Only one thread may use it.
 
     The running requests have the first rows of the caches, and the request whose prompt is being

@@ -18,7 +18,7 @@ from lenience.rules.combine import AnyOf
 from lenience.serving.batch import Job
 from lenience.serving.service import Service
 
-EXAMPLES = 6
+EXAMPLE_PROMPTS = 6
 """Number of example prompts on the page."""
 SLOWED = 20
 """Factor of slow motion that the page begins with on the built-in pair, whose answers take a
@@ -171,4 +171,4 @@ def _examples(built_in: bool) -> list[str]:
         ]
     from lenience.tasks import WordMath, take
 
-    return [str(sample.prompt) for sample in take(WordMath(), "test", EXAMPLES)]
+    return [str(sample.prompt) for sample in take(WordMath(), "test", EXAMPLE_PROMPTS)]

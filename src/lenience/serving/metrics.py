@@ -15,7 +15,7 @@ from prometheus_client import (
 
 from lenience.core.types import Step
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+DURATION_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 """Bounds of the histograms of times."""
 
 
@@ -160,6 +160,6 @@ class Metrics:
 
     def _histogram(self, name: str, what: str) -> Histogram:
         made = Histogram(
-            name, what, ["model_name"], registry=self.registry, buckets=SECONDS
+            name, what, ["model_name"], registry=self.registry, buckets=DURATION_BOUNDS
         )
         return made.labels(**self._labels)

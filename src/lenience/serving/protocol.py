@@ -178,7 +178,7 @@ class Completion(_Request):
         return self.logprobs
 
 
-class Part(BaseModel):
+class ContentPart(BaseModel):
     """A part of a message's content."""
 
     model_config = ConfigDict(extra="forbid")
@@ -193,7 +193,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
@@ -259,7 +259,7 @@ class Detokenize(BaseModel):
     tokens: list[int]
 
 
-class Race(BaseModel):
+class RaceRequest(BaseModel):
     """A request of the live page."""
 
     model_config = ConfigDict(extra="forbid")

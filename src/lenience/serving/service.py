@@ -24,9 +24,9 @@ from lenience.rules.combine import AnyOf, as_rule
 from lenience.rules.lossless import is_lossless
 from lenience.rules.strict import Exact
 from lenience.runs.certificate import narrowed
-from lenience.serving.batch import Batch, Job, RuleOfRow
+from lenience.serving.batch import Job, RuleOfRow, RunningBatch
 from lenience.serving.dial import Dial, certified_rule, holding_certificate, shown
-from lenience.serving.worker import Lane, Worker
+from lenience.serving.worker import DecodingThread, Lane
 
 MAIN = "main"
 """Lane of the API's requests."""
@@ -135,7 +135,7 @@ class Service:
         self._contexts: dict[tuple[Any, ...], Context] = {}
         self._checked = set[Decoder]()
         self.context, batch = self._batch_that_fits()
-        self._batch: Batch | None = batch
+        self._batch: RunningBatch | None = batch
 
     @property
     def shown(self) -> str:
@@ -159,12 +159,12 @@ class Service:
             return self.decoder
         return replace(self.decoder, rule=rule, bound_to=None)
 
-    def worker(self) -> Worker:
+    def worker(self) -> DecodingThread:
         """Return a worker that decodes this service's requests."""
         lanes = {MAIN: Lane(self._main_batch, self.config.max_queue)}
         for name in RACERS:
             lanes[name] = Lane(partial(self._racer, name), self.config.max_queue)
-        return Worker(lanes)
+        return DecodingThread(lanes)
 
     def job(
         self,
@@ -276,7 +276,7 @@ class Service:
                 made.append(each)
         return made
 
-    def _batch_that_fits(self) -> tuple[int, Batch]:
+    def _batch_that_fits(self) -> tuple[int, RunningBatch]:
         """Return the maximum number of tokens per request and a batch with caches for it. Without a
         given number it is the models' context, halved until memory has room for it."""
         known = [lm.context_length for lm in self.pair.models.values()]
@@ -299,16 +299,16 @@ class Service:
 
     def _new_batch(
         self, decoder: Decoder, context: int, rows: int | None = None
-    ) -> Batch:
+    ) -> RunningBatch:
         rows = self.config.max_rows if rows is None else rows
-        return Batch(self.pair, decoder, self.rule, rows, context)
+        return RunningBatch(self.pair, decoder, self.rule, rows, context)
 
-    def _main_batch(self) -> Batch:
+    def _main_batch(self) -> RunningBatch:
         batch = self._batch or self._new_batch(self.decoder, self.context)
         self._batch = None
         return batch
 
-    def _racer(self, name: str) -> Batch:
+    def _racer(self, name: str) -> RunningBatch:
         return self._new_batch(self.racing(name), self.context, rows=1)
 
     def racing(self, name: str) -> Decoder:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from lenience.core.errors import RunError, first_line
 from lenience.core.types import Step
-from lenience.serving.batch import Batch, Job
+from lenience.serving.batch import Job, RunningBatch
 
 
 class Busy(Exception):
@@ -30,10 +30,10 @@ class Listener(Protocol):
 class Lane:
     """A queue of requests and the batch that decodes them."""
 
-    build: Callable[[], Batch]
+    build: Callable[[], RunningBatch]
     longest: int
     """Maximum number of waiting requests."""
-    batch: Batch | None = None
+    batch: RunningBatch | None = None
     """Batch with its caches; None before the first request, and after a failed cycle."""
     waiting: deque[tuple[Job, Listener]] = field(default_factory=deque)
     admitted: dict[int, tuple[Job, Listener]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Lane:
         return bool(self.waiting or self.admitted)
 
 
-class Worker:
+class DecodingThread:
     """A thread that decodes the requests of its lanes, which take turns by cycles. If the thread
     dies, its running requests fail, and another thread continues with those that wait."""
 

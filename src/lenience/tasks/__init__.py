@@ -14,7 +14,7 @@ from lenience.tasks.base import Sample, Score, Task, ungradable
 from lenience.tasks.chat import MtBench
 from lenience.tasks.choice import Arc, CommonsenseQa, Mmlu
 from lenience.tasks.code import HumanEval, LiveCodeBench
-from lenience.tasks.grader import Endpoint, Graded, Grader
+from lenience.tasks.grader import Graded, Grader, GraderServer
 from lenience.tasks.jsonl import SUFFIXES, JsonlTask
 from lenience.tasks.math import Gsm8k, Math
 from lenience.tasks.published import Published
@@ -103,7 +103,7 @@ def _load(
             # JSON tasks require it, although a grader never uses it
             options.setdefault("answer", "last-number")
         task = load_task(spec, data=data, **options)
-        return Graded(task, Endpoint(grader) if isinstance(grader, str) else grader)
+        return Graded(task, GraderServer(grader) if isinstance(grader, str) else grader)
     if spec.partition(":")[0] in BENCHMARKS:
         return _benchmark(spec, data, options)
     known = ", ".join([*TASKS, *BENCHMARKS])

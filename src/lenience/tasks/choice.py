@@ -14,7 +14,7 @@ from lenience.tasks.published import Published, stratified
 from lenience.tasks.rows import Row
 
 LETTERS = "ABCDEFGHIJ"
-ASKED = (
+QUESTION = (
     "Answer the following multiple choice question. Think step by step, and end your response "
     "with a line of the form 'Answer: LETTER', where LETTER is one of {letters}.\n\n{question}"
 )
@@ -93,7 +93,7 @@ class ChoiceTask(Published):
         if question in shown:
             return None
         letters = LETTERS[: len(question.choices)]
-        prompt = ASKED.format(letters=letters, question=question.shown())
+        prompt = QUESTION.format(letters=letters, question=question.shown())
         if self.shots:
             about = f" about {question.subject}" if question.subject else ""
             solved = [f"{shot.shown()}\nAnswer: {shot.letter}\n\n" for shot in shown]

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from lenience.core.errors import InputError
 
 COMMAND = [sys.executable, "-m", "lenience.tasks.expressions"]
-SECONDS = 20.0
+COMPARISON_SECONDS = 20.0
 """Time limit of a comparison, in seconds; math-verify usually gives up earlier."""
 
 
@@ -59,7 +59,7 @@ class _Comparer:
                 return self._over(process, hangs=False)
             with selectors.DefaultSelector() as ready:
                 ready.register(process.stdout, selectors.EVENT_READ)
-                hangs = not ready.select(SECONDS)
+                hangs = not ready.select(COMPARISON_SECONDS)
             line = "" if hangs else process.stdout.readline()
             if not line:
                 return self._over(process, hangs)

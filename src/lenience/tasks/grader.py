@@ -21,12 +21,12 @@ from lenience.core.text_store import TextStore
 from lenience.core.workers import each
 from lenience.tasks.base import Messages, Sample, Score, Task
 
-AT_ONCE = 8
+REQUESTS_AT_ONCE = 8
 """Number of requests in flight."""
 ATTEMPTS = 5
-SECONDS = 120.0
+REQUEST_SECONDS = 120.0
 """Time limit of a request, in seconds."""
-ENOUGH = 10
+CHECKED_AFTER = 10
 """Number of pairs after which a grader's judgements are checked."""
 KEYS = ("LENIENCE_GRADER_KEY", "OPENAI_API_KEY")
 INSTRUCTION = (
@@ -69,7 +69,7 @@ def _text_of(content: Any) -> str:
     return str(content or "")
 
 
-class Endpoint:
+class GraderServer:
     """A server with OpenAI's API: `URL[,model=NAME]`, by default its first model. The key comes
     from LENIENCE_GRADER_KEY or OPENAI_API_KEY. Requests are greedy. A request that fails
     temporarily is sent ATTEMPTS times in all, and then raises RunError."""
@@ -91,7 +91,7 @@ class Endpoint:
         self.source = f"{self.model} at {self.url}"
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
-        return each(self._ask, prompts, AT_ONCE)
+        return each(self._ask, prompts, REQUESTS_AT_ONCE)
 
     def _first_model(self) -> str:
         try:
@@ -147,7 +147,9 @@ class Endpoint:
         for attempt in range(ATTEMPTS):
             request = urllib.request.Request(f"{self.url}/{path}", data, headers)
             try:
-                with urllib.request.urlopen(request, timeout=SECONDS) as response:
+                with urllib.request.urlopen(
+                    request, timeout=REQUEST_SECONDS
+                ) as response:
                     return json.load(response)
             except urllib.error.HTTPError as error:
                 why = f"{error.code} {error.reason}: {_said(error)}"
@@ -198,9 +200,9 @@ class GradingCounts:
 
     @property
     def fault(self) -> str | None:
-        """Return the reason to distrust the judgements; None if there is none, or before ENOUGH
-        pairs."""
-        if self.pairs < ENOUGH:
+        """Return the reason to distrust the judgements; None if there is none, or before
+        CHECKED_AFTER pairs."""
+        if self.pairs < CHECKED_AFTER:
             return None
         if self.unread > self.pairs:
             return f"{self.unread} of {2 * self.pairs} replies hold no verdict"
@@ -322,8 +324,8 @@ class Graded(Task):
     def _ask(self, asked: dict[str, Messages]) -> None:
         """Send questions to the grader, and cache each reply that has a verdict."""
         keys = list(asked)
-        for start in range(0, len(keys), AT_ONCE):
-            some = keys[start : start + AT_ONCE]
+        for start in range(0, len(keys), REQUESTS_AT_ONCE):
+            some = keys[start : start + REQUESTS_AT_ONCE]
             for key, reply in zip(some, self.grader.ask([asked[key] for key in some])):
                 if _verdict(reply):
                     self._kept.add(key, reply)

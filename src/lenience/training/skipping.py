@@ -15,7 +15,7 @@ from lenience.models.session import Session
 from lenience.runs.record import MinedSample
 
 SAMPLES = 20
-TOKENS = 2000
+TRIED_TOKENS = 2000
 """Number of the target's own answers, and number of their tokens in total, on which layers are
 tried."""
 LONGEST_WINDOW = 16
@@ -87,7 +87,7 @@ def worth(agreement: float, cost: float) -> tuple[float, int]:
 def _agreement(lm: LM, samples: list[MinedSample]) -> float:
     same = total = 0
     for sample in samples:
-        answer = sample.response_ids[: TOKENS // len(samples)]
+        answer = sample.response_ids[: TRIED_TOKENS // len(samples)]
         read = Session(lm).read([sample.prompt_ids + answer], len(answer) + 1)
         said = read.greedy_tokens[0, :-1].cpu()
         same += int((said == torch.tensor(answer)).sum())

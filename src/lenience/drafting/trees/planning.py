@@ -15,7 +15,7 @@ from lenience.core.errors import InputError, first_line
 from lenience.core.files import EMBEDDED, stamp, write_json
 from lenience.core.types import Draws
 
-BUILT_IN = EMBEDDED / "tree.json"
+BUILT_IN_TREE = EMBEDDED / "tree.json"
 MEND = "`lenience fit RUN --tree` measures it"
 
 

@@ -24,7 +24,7 @@ from lenience.drafting.trees.growing import (
     PathEnds,
     TreeLevel,
 )
-from lenience.drafting.trees.planning import BUILT_IN, best_shape, load_acceptance
+from lenience.drafting.trees.planning import BUILT_IN_TREE, best_shape, load_acceptance
 
 LARGEST = 1024
 """Maximum number of tokens in a tree."""
@@ -217,7 +217,7 @@ class Planned(Tree):
     `Shape`."""
 
     nodes: int
-    path: str = str(BUILT_IN)
+    path: str = str(BUILT_IN_TREE)
     draw: str | None = field(default=None, kw_only=True)
     name = "planned"
 

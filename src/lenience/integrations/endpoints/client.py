@@ -18,11 +18,11 @@ import httpx2
 from lenience.core.errors import InputError, RunError, first_line
 from lenience.integrations.endpoints.endpoint import APIS, Endpoint
 from lenience.integrations.endpoints.flow import Flow
-from lenience.integrations.endpoints.store import Call, Reply, Store, Usage
+from lenience.integrations.endpoints.store import AnswerStore, Call, Reply, Usage
 
 ATTEMPTS = 8
 """Maximum number of attempts of a request that a server answers with an error."""
-ASKED = 3
+DESCRIPTION_ATTEMPTS = 3
 """Maximum number of attempts to read a server's description of itself."""
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
@@ -51,7 +51,7 @@ class Client:
         first_wait: float = FIRST_WAIT,
     ):
         self.in_flight = in_flight
-        self.store = Store(store)
+        self.store = AnswerStore(store)
         self.usage = Usage()
         self.retries = 0
         self._outage = outage
@@ -96,8 +96,8 @@ class Client:
         """Return the JSON at an address; None if the server has none there. A temporary error is
         retried. Raises InputError for a server that does not answer or refuses the key, and
         RunError for a server that stays busy."""
-        for attempt in range(ASKED):
-            last = attempt == ASKED - 1
+        for attempt in range(DESCRIPTION_ATTEMPTS):
+            last = attempt == DESCRIPTION_ATTEMPTS - 1
             try:
                 response = self._asking.get(path, headers=_headers(endpoint))
                 if last or response.status_code not in BUSY:

@@ -41,7 +41,7 @@ class Reply:
         return vars(self)
 
 
-class Store:
+class AnswerStore:
     """A store of answers by the content of their requests, in a JSONL file."""
 
     def __init__(self, path: Path | None):

@@ -30,7 +30,7 @@ from lenience.rules.combine import AnyOf
 from lenience.serving.dial import KEY
 
 LOGGER = logging.getLogger("lenience")
-ENOUGH = 200
+WINDOWS_BEFORE_CHECK = 200
 """Number of windows from which the share of unjudged windows is checked against its limit."""
 
 
@@ -156,7 +156,7 @@ def forced(logits: Tensor, orders: KernelEdits, rows: Tensor) -> Tensor:
     return logits
 
 
-class Requests(Protocol):
+class KnownRequests(Protocol):
     """The requests that a runner knows, by id."""
 
     def __contains__(self, id: str) -> bool: ...
@@ -177,7 +177,7 @@ class Requests(Protocol):
 class WindowDecider:
     """The decider of one runner's windows."""
 
-    requests: Requests
+    requests: KnownRequests
     server: ServedRule
     model_config: Any
     logger: logging.Logger = LOGGER
@@ -383,7 +383,7 @@ class WindowDecider:
             self._counts(id).unjudged += 1
         windows = self.judged + self.unjudged
         share = self.unjudged / windows
-        if windows >= ENOUGH and share > self.server.max_unjudged:
+        if windows >= WINDOWS_BEFORE_CHECK and share > self.server.max_unjudged:
             raise RuntimeError(
                 f"rule {setting.rule}: {share:.0%} of {windows} windows could not be judged, as "
                 f"the engine gave no draft distribution for them; max_unjudged is "

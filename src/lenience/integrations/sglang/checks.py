@@ -28,7 +28,7 @@ from lenience.integrations.engine_rules.rule import ServedRule
 from lenience.integrations.sglang.requests import RequestParams
 from lenience.rules.combine import AnyOf
 
-KNOWN = ("0.5.23",)
+SUPPORTED_VERSIONS = ("0.5.23",)
 """Supported versions of SGLang, whose sources were read."""
 WITH_STATES = ("EAGLE", "NEXTN", "EAGLE3")
 """Algorithms that keep the target's states of a window."""
@@ -52,9 +52,10 @@ def sglang_version() -> str:
         raise InputError(
             "SGLang: is not installed here; docs/sglang.md shows how to install it"
         ) from None
-    if found not in KNOWN:
+    if found not in SUPPORTED_VERSIONS:
         raise InputError(
-            f"SGLang {found}: is not known; lenience {VERSION} knows {' and '.join(KNOWN)}"
+            f"SGLang {found}: is not known; lenience {VERSION} knows "
+            f"{' and '.join(SUPPORTED_VERSIONS)}"
         )
     return found
 

@@ -33,7 +33,7 @@ from lenience.models.vocabulary import FILE as DRAFT_VOCABULARY
 from lenience.rules.combine import AnyOf
 from lenience.runs.certificate import Certificate
 
-KNOWN = ("0.32", "0.33")
+SUPPORTED_VERSIONS = ("0.32", "0.33")
 """Supported versions of vLLM, whose sources were read; tests run on 0.32."""
 
 
@@ -45,10 +45,10 @@ def vllm_version() -> str:
             found = version(name)
         except PackageNotFoundError:
             continue
-        if not found.startswith(tuple(f"{known}." for known in KNOWN)):
+        if not found.startswith(tuple(f"{known}." for known in SUPPORTED_VERSIONS)):
             raise InputError(
                 f"vLLM {found}: is not known; lenience {VERSION} knows "
-                f"{' and '.join(KNOWN)}"
+                f"{' and '.join(SUPPORTED_VERSIONS)}"
             )
         return found
     raise InputError(
@@ -68,7 +68,7 @@ def check_seams(seams: Iterable[tuple[Any, str, Sequence[str]]]) -> None:
                 f"{', '.join(found) or 'none'}"
                 f", not {', '.join(parameters)}; take a version that lenience "
                 f"{VERSION} knows: "
-                f"{' or '.join(KNOWN)}"
+                f"{' or '.join(SUPPORTED_VERSIONS)}"
             )
 
 
