@@ -205,7 +205,7 @@ def test_a_judge_knows_the_drafter_it_was_mined_with(
 ) -> None:
     run = tmp_path / "run"
     skip = Decoder.of(drafter="skip:1").drafter
-    mined(alone, ParityTask(), run, limit=40, drafter=skip)
+    mined(alone, ParityTask(), run, limit=16, drafter=skip)
     plan = HeadPlan(Inputs(("target",)), run / "judge")
     fit_run(alone, run, plan)
     assert load_head(plan.out).drafter == {"spec": "skip:1", "heads": []}

@@ -854,7 +854,7 @@ def serves_as_alone(pair: Pair, options: dict[str, Any], lenient: str) -> None:
     )
     (shared,) = prompts(1, seed=14, longest=50)
     jobs = []
-    for i, prompt in enumerate(prompts(20, seed=5)):
+    for i, prompt in enumerate(prompts(12, seed=5)):
         decoder = replace(found.decoder, **kinds[i % len(kinds)])
         if not can_check(pair, decoder):  # such as drawn tokens of a tree
             decoder = found.decoder
