@@ -242,7 +242,12 @@ def test_a_stopped_certification_comes_to_the_same(
 
 
 def test_no_prompt_is_used_twice(llama: Pair, task: Echo, tmp_path: Path) -> None:
-    mine(llama, task, tmp_path, MineConfig(limit=30, max_new_tokens=12))
+    mine(
+        llama,
+        task,
+        tmp_path,
+        MineConfig(answers_only=True, limit=30, max_new_tokens=12),
+    )
     certify(llama, task, tmp_path, question(limit=40))
     certify(llama, task, tmp_path, question(limit=40, max_drop=0.2))
     plan(llama, task, tmp_path, question(), pilot=10)
@@ -884,7 +889,12 @@ def test_a_changed_data_file_is_refused(
     def load():
         return lenience.task(str(path), answer="regex:(w\\d+)", same="text")
 
-    mine(llama, load(), tmp_path / "run", MineConfig(limit=10, max_new_tokens=12))
+    mine(
+        llama,
+        load(),
+        tmp_path / "run",
+        MineConfig(answers_only=True, limit=10, max_new_tokens=12),
+    )
     certify(llama, load(), tmp_path / "run", question(limit=20, allow_weak_target=True))
     path.write_text(path.read_text() + json.dumps(rows[0]) + "\n")
     with pytest.raises(InputError, match=r"has changed since .* was mined"):
@@ -956,7 +966,12 @@ def test_prompts_that_another_runs_head_was_fitted_on_are_left_out(
         tmp_path / "old",
         2 * (llama.target.hidden_size + llama.draft.hidden_size),
     )
-    mine(llama, task, old, MineConfig(limit=40, max_new_tokens=12, first=True))
+    mine(
+        llama,
+        task,
+        old,
+        MineConfig(answers_only=True, limit=40, max_new_tokens=12, first=True),
+    )
     Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints).save(
         old / "judge"
     )
@@ -1109,7 +1124,7 @@ def test_a_template_that_tells_the_date_hides_no_use(
                 llama,
                 task,
                 tmp_path,
-                MineConfig(limit=40, max_new_tokens=12, first=True),
+                MineConfig(answers_only=True, limit=40, max_new_tokens=12, first=True),
             )
     left = drawn(llama, task, tmp_path, Draw("key", 160, "calibration"))
     assert set(left) == {f"train-{i}" for i in range(40, 160)}
@@ -1680,7 +1695,7 @@ def test_a_judge_that_is_fitted_says_on_which_prompts(
 ) -> None:
     from test_mining import ParityTask
 
-    mine(llama, ParityTask(), tmp_path / "run", MineConfig(limit=60))
+    mine(llama, ParityTask(), tmp_path / "run", MineConfig(limit=20))
     plan = HeadPlan(Inputs(), tmp_path / "elsewhere" / "judge", FitConfig())
     head = fit_run(llama, tmp_path / "run", plan)
     prompts = [

@@ -427,7 +427,7 @@ def test_what_was_fitted_in_a_run_races_at_the_windows_that_it_can_fill(
     kind: str, llama: Pair, tmp_path: Path
 ) -> None:
     run, strict = tmp_path / "rate=3, a|b", Decoder.parse("exact")
-    mine(llama, Counting(), run, MineConfig(limit=20, batch_size=8))
+    mine(llama, Counting(), run, MineConfig(limit=20, answers_only=True))
     fit_drafter(llama, run, DrafterPlan(kind, run / kind, heads=2, epochs=1))
     fitted, refused = fitted_drafters(llama, run, strict)
     assert len(fitted) == 1 and not refused
@@ -453,7 +453,7 @@ def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
     kind: str, llama: Pair, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    mine(llama, Counting(), run, MineConfig(limit=30, batch_size=8))
+    mine(llama, Counting(), run, MineConfig(limit=30, answers_only=True))
     plan = DrafterPlan(kind, run / kind, heads=2, epochs=6)
     heads = fit_drafter(llama, run, plan)
     assert not (run / kind / "training.safetensors").exists()

@@ -227,7 +227,7 @@ def test_heads_verify_and_predict_in_one_pass(folder: Path, llama: Pair) -> None
 def test_a_certificate_binds_a_drafter_and_its_tree(
     llama: Pair, tmp_path: Path
 ) -> None:
-    mine(llama, Counting(), tmp_path, MineConfig(limit=12, batch_size=8))
+    mine(llama, Counting(), tmp_path, MineConfig(answers_only=True, limit=12))
     options = {"drafter": "suffix|model", "tree": "dynamic:6", "window": 3}
     config = CertifyConfig(
         rules=("topk:1",), options=options, max_drop=0.9, confidence=0.5, split="test",

@@ -142,7 +142,7 @@ def test_training_begins_with_equal_weights_and_saves_what_it_learned(
     llama: Pair, tmp_path: Path
 ) -> None:
     task = WithReferences()
-    mine(llama, task, tmp_path, MineConfig(limit=6))
+    mine(llama, task, tmp_path, MineConfig(answers_only=True, limit=6))
     untrained = fit_mixture(
         llama, task, tmp_path, MixturePlan(tmp_path / "before", updates=0)
     )
@@ -178,7 +178,7 @@ def test_acceptance_alone_moves_the_weight_to_the_draft(
         def correct(self, text: str, sample: Sample) -> bool:
             return True
 
-    mine(llama, Same(), tmp_path, MineConfig(limit=6))
+    mine(llama, Same(), tmp_path, MineConfig(answers_only=True, limit=6))
     plan = MixturePlan(
         tmp_path / "mixture", updates=8, batch_size=3, rate=0.1, acceptance=1.0
     )
@@ -192,7 +192,7 @@ def test_an_interrupted_training_resumes_after_its_last_update(
 ) -> None:
     """The head is that of an undisturbed training, and another plan begins anew."""
     task = WithReferences()
-    mine(llama, task, tmp_path, MineConfig(limit=6))
+    mine(llama, task, tmp_path, MineConfig(answers_only=True, limit=6))
     plan = MixturePlan(tmp_path / "mixture", updates=6, batch_size=4, rate=0.05)
     whole = fit_mixture(llama, task, tmp_path, replace(plan, out=tmp_path / "whole"))
     updates = list[int]()
@@ -227,6 +227,6 @@ def test_an_interrupted_training_resumes_after_its_last_update(
 
 
 def test_samples_without_references_are_refused(llama: Pair, tmp_path: Path) -> None:
-    mine(llama, ParityTask(), tmp_path, MineConfig(limit=2))
+    mine(llama, ParityTask(), tmp_path, MineConfig(answers_only=True, limit=2))
     with pytest.raises(InputError, match="none of its samples has a reference"):
         fit_mixture(llama, ParityTask(), tmp_path, MixturePlan(tmp_path / "mixture"))

@@ -207,7 +207,12 @@ def test_the_command_measures_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
-    mine(llama, Counting(), run, MineConfig(limit=2, max_new_tokens=24))
+    mine(
+        llama,
+        Counting(),
+        run,
+        MineConfig(answers_only=True, limit=2, max_new_tokens=24),
+    )
     # an export would take longer than all else here
     monkeypatch.setattr("lenience.models.compile.export_seconds", lambda _: 1e9)
     main(["fit", str(run), "--tree", "--json"])

@@ -28,7 +28,12 @@ def said_without(pair: Pair, layers: tuple[int, ...], ids: list[int]) -> list[in
 def test_the_best_further_layer_is_left_out_each_time(
     llama: Pair, tmp_path: Path
 ) -> None:
-    mine(llama, ParityTask(), tmp_path, MineConfig(limit=6, max_new_tokens=20))
+    mine(
+        llama,
+        ParityTask(),
+        tmp_path,
+        MineConfig(answers_only=True, limit=6, max_new_tokens=20),
+    )
     samples = mined_samples(tmp_path)
 
     def agreement(layers: tuple[int, ...]) -> float:

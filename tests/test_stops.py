@@ -274,7 +274,12 @@ def test_windows_end_where_the_definition_says(
 def test_a_stop_is_fitted_to_what_the_target_rejects(
     llama: Pair, tmp_path: Path
 ) -> None:
-    mine(llama, ParityTask(), tmp_path, MineConfig(limit=30, max_new_tokens=20))
+    mine(
+        llama,
+        ParityTask(),
+        tmp_path,
+        MineConfig(answers_only=True, limit=30, max_new_tokens=20),
+    )
     inputs = Inputs(("draft",), ("previous",))
     compute_features(llama, tmp_path, inputs, "stop")
     examples = load_features(tmp_path, inputs, "stop")
@@ -378,7 +383,12 @@ def decided_by_topk(
 def test_a_stop_learns_what_the_rule_rejects_that_will_decode(
     llama: Pair, tmp_path: Path, token: str, which: int
 ) -> None:
-    mine(llama, ParityTask(), tmp_path, MineConfig(limit=30, max_new_tokens=20))
+    mine(
+        llama,
+        ParityTask(),
+        tmp_path,
+        MineConfig(answers_only=True, limit=30, max_new_tokens=20),
+    )
     inputs = Inputs(("draft",), (token,))
     compute_features(llama, tmp_path, inputs, "stop", of=parse_rule("topk:2"))
     examples = load_features(tmp_path, inputs, "stop", of=parse_rule("topk:2"))
@@ -411,7 +421,12 @@ def test_a_stop_may_read_the_state_after_what_is_drafted(
     llama: Pair, tmp_path: Path
 ) -> None:
     """As SpecDec++'s does; the token is the draft's, also where the answer has another."""
-    mine(llama, ParityTask(), tmp_path, MineConfig(limit=8, max_new_tokens=20))
+    mine(
+        llama,
+        ParityTask(),
+        tmp_path,
+        MineConfig(answers_only=True, limit=8, max_new_tokens=20),
+    )
     inputs = Inputs(("draft",), ("draft",))
     compute_features(llama, tmp_path, inputs, "stop")
     examples, wanted = load_features(tmp_path, inputs, "stop"), []
@@ -452,7 +467,12 @@ def test_an_answer_of_which_nothing_was_drafted_teaches_a_stop_nothing(
 def test_what_a_stop_learned_of_one_head_is_not_taken_for_another_at_its_path(
     llama: Pair, tmp_path: Path
 ) -> None:
-    mine(llama, ParityTask(), tmp_path, MineConfig(limit=6, max_new_tokens=20))
+    mine(
+        llama,
+        ParityTask(),
+        tmp_path,
+        MineConfig(answers_only=True, limit=6, max_new_tokens=20),
+    )
     inputs, width = Inputs(("draft",), ("previous",)), llama.target.hidden_size
     rule, harmless = f"judge:{tmp_path / 'judge'}@0.5", list[np.ndarray]()
     for bias in (9.0, -9.0):
@@ -549,7 +569,12 @@ def test_an_automatic_window_takes_the_stop_of_its_own_judge_alone(
 ) -> None:
     shutil.copytree(judge[len("judge:") : -len("@0.5")], tmp_path / "judge")
     rule = f"judge:{tmp_path / 'judge'}@0.5"
-    mine(llama, ParityTask(), tmp_path, MineConfig(limit=20, max_new_tokens=20))
+    mine(
+        llama,
+        ParityTask(),
+        tmp_path,
+        MineConfig(answers_only=True, limit=20, max_new_tokens=20),
+    )
     plan = HeadPlan(
         Inputs(("draft",), ("previous",)), tmp_path / "stop", FitConfig(role="stop")
     )
@@ -609,7 +634,12 @@ def test_a_stop_is_fitted_to_what_decoding_drafts(checkpoints, tmp_path: Path) -
     """With the target's logits processors, as transformers applies them."""
     pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
     pair.target.model.generation_config.repetition_penalty = 2.0
-    mine(pair, ParityTask(), tmp_path, MineConfig(limit=8, max_new_tokens=20))
+    mine(
+        pair,
+        ParityTask(),
+        tmp_path,
+        MineConfig(answers_only=True, limit=8, max_new_tokens=20),
+    )
     inputs = Inputs(("draft",), ("previous",))
     compute_features(pair, tmp_path, inputs, "stop")
     rejected = ~load_features(tmp_path, inputs, "stop").harmless
@@ -878,7 +908,12 @@ def test_half_of_an_interleaved_prefix_is_the_drafts(
             outs.extend([out] if str(decoder.rule).startswith("random") else [])
         return made
 
-    mine(llama, ParityTask(), tmp_path, MineConfig(limit=12, max_new_tokens=24))
+    mine(
+        llama,
+        ParityTask(),
+        tmp_path,
+        MineConfig(answers_only=True, limit=12, max_new_tokens=24),
+    )
     monkeypatch.setattr(Pair, "generate_batch", kept)
     compute_features(llama, tmp_path, Inputs(("draft",), ("previous",)), "gate")
     origins = [entry.origin.partition("-")[0] for out in outs for entry in out.trace]
@@ -902,7 +937,12 @@ def test_without_a_rule_a_doubted_token_is_verified_as_sprinter_does(gate: str) 
 
 
 def test_a_gate_learns_from_four_kinds_of_prefix(llama: Pair, tmp_path: Path) -> None:
-    mine(llama, ParityTask(), tmp_path, MineConfig(limit=12, max_new_tokens=24))
+    mine(
+        llama,
+        ParityTask(),
+        tmp_path,
+        MineConfig(answers_only=True, limit=12, max_new_tokens=24),
+    )
     for tokens in (("draft",), ("previous",)):
         inputs = Inputs(("draft",), tokens)
         compute_features(llama, tmp_path, inputs, "gate")
