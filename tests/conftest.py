@@ -16,8 +16,10 @@ if (
     # exported models
     os.environ["LENIENCE_CACHE"] = tempfile.mkdtemp(prefix="lenience-tests-")
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from itertools import cycle
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -131,6 +133,22 @@ def quick(max_examples: int) -> settings:
         suppress_health_check=list(HealthCheck),
         phases=phases,
     )
+
+
+T = TypeVar("T")
+
+
+def spread(
+    names: Sequence[str], others: Sequence[T], times: int = 2
+) -> list[tuple[str, T]]:
+    """Pair the first name with all of the others, and each further name with so many of them, in
+    turn."""
+    first, *further = names
+    turns = cycle(others)
+    return [
+        *((first, other) for other in others),
+        *((name, next(turns)) for name in further for _ in range(times)),
+    ]
 
 
 def prompt_lists(most: int) -> st.SearchStrategy[list[list[int]]]:

@@ -9,7 +9,7 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS
+from conftest import CONFIGS, spread
 from scipy.stats import chisquare
 
 from lenience.core.context import Context, Row
@@ -23,6 +23,7 @@ from lenience.drafting.trees.judging import judge_trees
 from lenience.drafting.trees.shapes import Ranked
 from lenience.rules.parsing import parse_rule
 
+THAT_TAKE_TREES = [name for name in CONFIGS if name != "gpt_neo"]
 DRAWS = ("with-replacement", "without-replacement")
 SHAPES = ("cartesian:2,2", "cartesian:3,1,1", "shape:2,0,2,1", "cartesian:1,1,1")
 TARGET = np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3], [0.25, 0.25, 0.25, 0.25],
@@ -139,8 +140,10 @@ def test_draws_without_replacement_are_those_of_an_urn() -> None:
     assert chisquare(seen, np.array(wanted) * len(keys)).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt_neo"])
-@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [(draw, name) for name, draw in spread(THAT_TAKE_TREES, DRAWS, times=1)],
+)
 def test_drawn_trees_are_decoded_with(
     name: str, draw: str, pairs: Callable[[str], Pair]
 ) -> None:

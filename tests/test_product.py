@@ -221,7 +221,7 @@ def test_a_prompt_that_comes_again_is_answered_as_at_first(
 @given(
     st.tuples(*map(st.sampled_from, PARTS.values())), prompt_lists(5), st.integers(2, 4)
 )
-@quick(400)
+@quick(120)
 def test_rows_among_others_as_alone(llama: Pair, options_of, case, asked, size) -> None:
     options = options_of(case)
     if options is not None:

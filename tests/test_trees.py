@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import COMMON, CONFIGS, VOCABULARY, prompt_lists, quick, save_model
+from conftest import (
+    COMMON,
+    CONFIGS,
+    VOCABULARY,
+    prompt_lists,
+    quick,
+    save_model,
+    spread,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BloomConfig, FalconConfig, MptConfig
@@ -80,8 +88,9 @@ def test_paths_depths_and_lineages_are_those_of_walking_up(
     )
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt_neo"])
+@pytest.mark.parametrize(
+    ("name", "tree"), spread([name for name in CONFIGS if name != "gpt_neo"], TREES)
+)
 def test_strict_answers_are_the_targets_own_alone_and_in_batches(
     name: str, tree: str, pairs: Callable[[str], Pair]
 ) -> None:
