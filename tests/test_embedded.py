@@ -58,7 +58,7 @@ def test_it_loads_as_plain_llama_checkpoints_with_one_tokenizer() -> None:
 
 
 def test_it_decodes_as_transformers_does(built_in: Pair) -> None:
-    for sample in take(WordMath(), "test", 4):
+    for sample in take(WordMath(), "test", 2):
         ids = built_in.target.encode(sample.prompt)
         with torch.inference_mode():
             plain = built_in.target.model.generate(
@@ -69,11 +69,11 @@ def test_it_decodes_as_transformers_does(built_in: Pair) -> None:
             assert out.tokens == plain[0, len(ids) :].tolist()
 
 
-def test_its_heads_draft_for_it(built_in: Pair) -> None:
+def test_its_heads_draft_for_it(built_in_exported: Pair) -> None:
     """They say more than two tokens a pass, and the target's own."""
     prompts = [sample.prompt for sample in take(WordMath(), "test", 8)]
-    plain = built_in.generate_batch(prompts, rule="target", max_new_tokens=120)
-    outs = built_in.generate_batch(
+    plain = built_in_exported.generate_batch(prompts, rule="target", max_new_tokens=120)
+    outs = built_in_exported.generate_batch(
         prompts, drafter="medusa", window=4, max_new_tokens=120
     )
     assert [out.tokens for out in outs] == [out.tokens for out in plain]
@@ -82,14 +82,14 @@ def test_its_heads_draft_for_it(built_in: Pair) -> None:
     assert str(parse_drafter("medusa")) == "medusa"
 
 
-def test_its_judge_keeps_what_does_not_matter(built_in: Pair) -> None:
+def test_its_judge_keeps_what_does_not_matter(built_in_exported: Pair) -> None:
     """A third more tokens a pass than strict decoding, and at most five of fifty answers fewer that
     are right; the chance of a false alarm is below 1e-3 where it loses two of a hundred."""
     samples, task = take(WordMath(), "test", 50), WordMath()
     prompts = [sample.prompt for sample in samples]
     right, per_pass = dict[str, int](), dict[str, float]()
     for rule in ("exact", "judge@0.99"):
-        outs = built_in.generate_batch(
+        outs = built_in_exported.generate_batch(
             prompts, batch_size=50, rule=rule, max_new_tokens=320
         )
         right[rule] = sum(
@@ -123,13 +123,15 @@ def test_its_stop_has_learned_of_its_judge_and_needs_no_path() -> None:
         assert str(Decoder.of(stop=stop).without_paths().stop) == shown
 
 
-def test_its_stop_ends_windows_where_its_judge_would_reject(built_in: Pair) -> None:
+def test_its_stop_ends_windows_where_its_judge_would_reject(
+    built_in_exported: Pair,
+) -> None:
     """A tenth fewer tokens are drafted for each that is kept, and there are at most a fifth more
     passes: what it cuts off would mostly have been rejected."""
     prompts = [sample.prompt for sample in take(WordMath(), "test", 30)]
     drafted, kept, passes = list[int](), list[int](), list[int]()
     for stop in ("fixed", "head@0.5"):
-        outs = built_in.generate_batch(
+        outs = built_in_exported.generate_batch(
             prompts,
             batch_size=30,
             rule="judge@0.98",
@@ -165,21 +167,22 @@ def test_an_automatic_window_leaves_a_stop_of_another_draft_alone(
 
 
 def test_its_judge_is_certified_on_prompts_that_it_has_not_learned_from(
-    built_in: Pair, tmp_path: Path
+    built_in_exported: Pair, tmp_path: Path
 ) -> None:
     task, learned_from = WordMath(), set(Judge().head.prompts)
     assert len(learned_from) == 10000
     samples = take(task, "train", 100)
     digests = {
-        one.id: prompt_digest(built_in.target.encode(one.prompt)) for one in samples
+        one.id: prompt_digest(built_in_exported.target.encode(one.prompt))
+        for one in samples
     }
     used = next(id for id in digests if digests[id] in learned_from)
     fresh = tuple(id for id in digests if digests[id] not in learned_from)[:4]
     with pytest.raises(InputError, match=f"{used}: has been used for fitting"):
         asked = CertifyConfig(("judge@0.9",), ids=(used,), home=tmp_path)
-        certify(built_in, task, tmp_path / "run", asked)
+        certify(built_in_exported, task, tmp_path / "run", asked)
     asked = CertifyConfig(("judge@0.9",), ids=fresh, home=tmp_path)
-    made = certify(built_in, task, tmp_path / "run", asked)
+    made = certify(built_in_exported, task, tmp_path / "run", asked)
     assert made.n == len(fresh) == 4
 
 
@@ -203,14 +206,14 @@ def test_what_is_kept_of_its_judge_names_no_path_of_the_machine(tmp_path: Path) 
     assert set(asked.heads()) == {"built-in judge", str(tmp_path)}
 
 
-def test_the_target_is_right_and_the_draft_often_not(built_in: Pair) -> None:
+def test_the_target_is_right_and_the_draft_often_not(built_in_exported: Pair) -> None:
     """A small check of the figures that tools/embedded/check.py measures; the chance of a false
     alarm is below 1e-6."""
     task, right = WordMath(), {"target": 0, "draft": 0}
     samples = take(task, "test", 40)
     prompts = [sample.prompt for sample in samples]
     for rule in right:
-        outs = built_in.generate_batch(
+        outs = built_in_exported.generate_batch(
             prompts, batch_size=40, rule=rule, max_new_tokens=320
         )
         right[rule] = sum(
