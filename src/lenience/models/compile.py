@@ -40,8 +40,8 @@ LARGEST = 1 << 28
 """Maximum number of parameters of an exported model. A graph is one file of at most 2 GiB."""
 
 
-EXPORT_SECONDS = 8.0
-EXPORT_SECONDS_A_MILLION = 0.5
+EXPORT_SECONDS = 4.5
+EXPORT_SECONDS_A_MILLION = 0.25
 """Seconds to export a model, and additional seconds per million parameters, on two cores."""
 SAVED = 0.6
 TOKENS_A_CYCLE = 3.0
