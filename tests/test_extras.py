@@ -29,7 +29,8 @@ def without_extras(*args: object) -> subprocess.CompletedProcess[str]:
 
 def test_a_comparison_without_extras_says_what_is_missing(tmp_path: Path) -> None:
     out = tmp_path / "compared"
-    short = ("--limit", 2, "--timed", 1, "--window", 4, "--rule", "exact")
+    short = ["--limit", 2, "--timed", 1, "--repeats", 1, "--max-new-tokens", 20]
+    short += ["--window", 4, "--rule", "exact"]
     done = without_extras("compare", "--out", out, *short)
     assert done.returncode == 0, done.stderr
     assert (

@@ -60,7 +60,7 @@ def test_a_target_learns_with_its_heads(
         prompts, rule="target", max_new_tokens=24, batch_size=10
     )
     answers = [(prompt, out.tokens) for prompt, out in zip(prompts, outs)] * 4
-    plan = DrafterPlan("blockwise", tmp_path / "frozen", heads=HEADS, epochs=60)
+    plan = DrafterPlan("blockwise", tmp_path / "frozen", heads=HEADS, epochs=30)
     frozen = fit_to_answers(llama, answers, plan)
     plan = replace(plan, out=tmp_path / "tuned", tune_target=True)
     tuned = fit_to_answers(llama, answers, plan)
