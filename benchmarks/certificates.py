@@ -240,8 +240,8 @@ def collect(folder: Path, path: Path) -> None:
         tokens = sum(record["tokens"] for record in found.values())
         passes = sum(record["target_passes"] for record in found.values())
         anew = [
-            one["closest"] is None or one["closest"] >= _threshold(rule)
-            for one in stricter
+            record["closest"] is None or record["closest"] >= _threshold(rule)
+            for record in stricter
         ]
         lost = _lost(ids, alone, found)
         settings.append(
@@ -338,18 +338,25 @@ def on_pool(
         test = TESTS[procedure](limit, FIRST * ALPHA, round(50 / limit))
         rng = _seeded(1)
         made = [pool.recalibrate(test, n, rng) for _ in range(repeats)]
-        false = sum(bool((one.outside > limit).any()) for one in made)
+        false = sum(bool((calibration.outside > limit).any()) for calibration in made)
         told.append(
             {
                 "limit": limit,
                 "n": n,
                 "procedure": procedure,
                 "false": false / repeats,
-                "none": sum(not len(one.outside) for one in made) / repeats,
-                "tokens_per_pass": float(np.mean([one.speed for one in made])),
+                "none": sum(not len(calibration.outside) for calibration in made)
+                / repeats,
+                "tokens_per_pass": float(
+                    np.mean([calibration.speed for calibration in made])
+                ),
                 "best": pool.best(limit),
-                "prompts": float(np.mean([one.prompts for one in made])),
-                "target_passes": float(np.mean([one.passes for one in made])),
+                "prompts": float(
+                    np.mean([calibration.prompts for calibration in made])
+                ),
+                "target_passes": float(
+                    np.mean([calibration.passes for calibration in made])
+                ),
             }
         )
     return told
@@ -451,7 +458,7 @@ def drawn(
         samples, lost = rows(rng)
         draw = Draw(str(number), 600, "calibration")
         used = draw_rows(encoder, Rows(samples), draw, ())
-        losses = np.array([lost[one.prompt] for one in used], float)
+        losses = np.array([lost[sample.prompt] for sample in used], float)
         false += test.passed_at(losses) is not None
     return {"attack": said, "true": mean, "limit": 0.05, **share_of(false)}
 
@@ -492,7 +499,8 @@ def popular(share: float) -> dict[str, Any]:
 
     def rows(rng: np.random.Generator) -> tuple[list[Sample], dict[str, bool]]:
         names = [
-            "often" if one < share else str(i) for i, one in enumerate(rng.random(600))
+            "often" if chance < share else str(i)
+            for i, chance in enumerate(rng.random(600))
         ]
         samples = [Sample(str(i), name, None) for i, name in enumerate(names)]
         return samples, {name: name == "often" for name in names}
@@ -653,7 +661,7 @@ def main() -> None:
         if CURVES[name][4] or procedure != "binomial"
     ]
     told["simulated"] = [
-        simulate(*one) for one in track(wanted, "simulated calibrations")
+        simulate(*case) for case in track(wanted, "simulated calibrations")
     ]
     told["exact"] = exact()
     told["attacks"] = attacks()
@@ -682,7 +690,7 @@ def show(name: str, rows: list[dict[str, Any]]) -> None:
 
 def _cell(value: Any) -> str:
     if isinstance(value, list):
-        return "–".join(f"{one:.3f}" for one in value)
+        return "–".join(f"{part:.3f}" for part in value)
     return (
         "–"
         if value is None

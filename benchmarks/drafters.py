@@ -62,10 +62,20 @@ def further() -> dict[str, dict[str, Any]]:
     model = {"drafter": "model", "window": 16}
     trees = ("dynamic:16,temperature=1.5", "dynamic:32,temperature=1.5", "planned:16")
     found = {f"model, {tree}": {**model, "tree": tree} for tree in trees}
-    for one in ("ngram|model", "ngram>model", "model:2+ngram", "exit:6", "skip:4,5"):
-        found[f"{one}, window 4"] = {"drafter": one, "window": 4}
-    for one in ("suffix|model", "exit:6"):
-        found[f"{one}, dynamic:8"] = {"drafter": one, "tree": "dynamic:8", "window": 16}
+    for drafter in (
+        "ngram|model",
+        "ngram>model",
+        "model:2+ngram",
+        "exit:6",
+        "skip:4,5",
+    ):
+        found[f"{drafter}, window 4"] = {"drafter": drafter, "window": 4}
+    for drafter in ("suffix|model", "exit:6"):
+        found[f"{drafter}, dynamic:8"] = {
+            "drafter": drafter,
+            "tree": "dynamic:8",
+            "window": 16,
+        }
     return found
 
 
@@ -99,8 +109,8 @@ def greedy(
             )
     found |= {name: Decoder(pair, options) for name, options in further().items()}
     return {
-        name: replace(one, options={"rule": "exact", **one.options})
-        for name, one in found.items()
+        name: replace(decoder, options={"rule": "exact", **decoder.options})
+        for name, decoder in found.items()
     }
 
 
@@ -118,8 +128,8 @@ def sampled(pair: Pair) -> dict[str, Decoder]:
                 options = {"rule": rule, "tree": f"{tree},draw={draw}", "window": 16}
                 found[f"{rule}, {tree}, {draw}"] = Decoder(pair, options)
     return {
-        name: replace(one, options={**one.options, "temperature": 1.0})
-        for name, one in found.items()
+        name: replace(decoder, options={**decoder.options, "temperature": 1.0})
+        for name, decoder in found.items()
     }
 
 
@@ -189,7 +199,7 @@ def main() -> None:
     fitted = {"eagle": given.eagle, "blockwise": given.blockwise}
     with tempfile.TemporaryDirectory() as store:
         mined = mined_samples(Journal(EMBEDDED / "run" / "journal.jsonl"))
-        texts = (one.prompt_ids + one.response_ids for one in mined)
+        texts = (sample.prompt_ids + sample.response_ids for sample in mined)
         build_store(texts, pair.target.tokenizer_fingerprint, Path(store))
         rows = measure(
             prompts, given.repeats, greedy(pair, distilled, fitted, Path(store))

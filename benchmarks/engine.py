@@ -221,16 +221,19 @@ def about(
     if not profiles[0][0].cycles:
         return figures
     in_passes = np.array(
-        [one.seconds["draft"] + one.seconds["target"] for one, _ in profiles]
+        [
+            profile.seconds["draft"] + profile.seconds["target"]
+            for profile, _ in profiles
+        ]
     )
-    in_cycles = np.array([sum(one.seconds.values()) for one, _ in profiles])
+    in_cycles = np.array([sum(profile.seconds.values()) for profile, _ in profiles])
     in_all = np.array([seconds for _, seconds in profiles])
     figures["share_in_passes"] = round(float(np.median(in_passes / in_all)), 3)
     figures["cycle_share_outside_passes"] = round(
         float(np.median(1 - in_passes / in_cycles)), 3
     )
     for part in profiles[0][0].seconds:
-        each = [1e3 * one.seconds[part] / one.cycles for one, _ in profiles]
+        each = [1e3 * profile.seconds[part] / profile.cycles for profile, _ in profiles]
         figures[f"{part}, ms a cycle"] = round(float(np.median(each)), 3)
     return figures
 

@@ -184,7 +184,7 @@ def speed(
     passes = sum(out.target_passes for out in outs)
     return {
         "tokens_per_second": round(statistics.median(speeds[1:]), 1),
-        "turns": [round(one, 1) for one in speeds[1:]],
+        "turns": [round(speed, 1) for speed in speeds[1:]],
         "tokens_per_pass": round(tokens / passes, 3),
         "outside_the_models": round(1 - in_models / sum(profile.seconds.values()), 4),
         "rule_ms": round(

@@ -276,7 +276,7 @@ def question(judges: Judges, name: str, max_drop: float, prompts: int) -> Certif
 def certified_wide(judges: Judges, max_drop: float, prompts: int) -> Certificate:
     """Return what is certified at the wide window, of a judge's settings from strict to lenient."""
     judge = f"judge:{judges.fitted(judges.raced[0])}"
-    chain = tuple(f"{judge}@{one}; window={WIDE}" for one in STRICTER)
+    chain = tuple(f"{judge}@{threshold}; window={WIDE}" for threshold in STRICTER)
     asked = question(judges, "certified-wide", max_drop, prompts)
     asked = replace(asked, rules=(), settings=(chain,))
     with progress_bars() as show:
@@ -311,12 +311,11 @@ def fast(judges: Judges, won: Tuned, problems: int, timed: int) -> list[Frontier
     for raced in (
         races.alone,
         races.strict,
-        *(one for chain in races.lenient for one in chain),
+        *(rung for chain in races.lenient for rung in chain),
     ):
-        one = Decoder.parse(raced.setting)
-        named = (
-            f"{one.rule}; window={one.window}; stop={one.stop}; drafter={one.drafter}"
-        )
+        raced_with = Decoder.parse(raced.setting)
+        named = f"{raced_with.rule}; window={raced_with.window}; stop={raced_with.stop}"
+        named += f"; drafter={raced_with.drafter}"
         settings.append(named.removesuffix("; stop=fixed; drafter=model"))
     settings.append("topk:2; window=4")
     out = judges.out / "fast"
@@ -354,7 +353,9 @@ def speed_figures(
     if best := won.certificate.certified:
         speeds = {decoder(row): row.tokens_per_second for row in rows}
         passed = max(
-            speeds[decoder(one)] for one in won.certificate.tried if one.passed
+            speeds[decoder(setting)]
+            for setting in won.certificate.tried
+            if setting.passed
         )
         for name, speed in (("certified", speeds[decoder(best)]), ("passed", passed)):
             told |= {
@@ -440,10 +441,10 @@ def results(judges: Judges, given: argparse.Namespace) -> dict[str, Any]:
     strict = at_width[0]["tokens_per_pass"]
     told = {
         "wide_over_strict": {
-            f"{one['judge']}, {one['recall']}": one["times_strict"]
-            for one in at_width
-            if one["judge"] != STRICT
-            and one["paired_loss"] - one["paired_gain"] <= given.limit
+            f"{row['judge']}, {row['recall']}": row["times_strict"]
+            for row in at_width
+            if row["judge"] != STRICT
+            and row["paired_loss"] - row["paired_gain"] <= given.limit
         },
         "certified_wide_over_strict": sure.certified
         and sure.certified.tokens_per_pass / strict,

@@ -87,13 +87,15 @@ def mined(
     began = time.perf_counter()
     ended = list(converse(pair, dialogues, conversing))
     seconds = time.perf_counter() - began
-    return sorted(ended, key=lambda one: one.number), seconds
+    return sorted(ended, key=lambda dialogue: dialogue.number), seconds
 
 
 def counts(ended: list[FinishedDialogue[SearchResult]]) -> dict[str, int]:
     """Return what searches took in all."""
     names = ("target_passes", "target_tokens", "unused_tokens", "draft_tokens")
-    return {name: sum(getattr(one.cost, name) for one in ended) for name in names}
+    return {
+        name: sum(getattr(dialogue.cost, name) for dialogue in ended) for name in names
+    }
 
 
 class Loaded:
@@ -135,18 +137,20 @@ def by_workers(
 
 
 def drawn_again(
-    task: WordMath, sample: Sample, one: MinedSample, pair: Pair
+    task: WordMath, sample: Sample, mined: MinedSample, pair: Pair
 ) -> Dialogue[list]:
     """Yield whether each of a sample's swaps changes the answer under another noise."""
     labels = []
-    for mismatch in one.mismatches:
+    for mismatch in mined.mismatches:
         answers = []
         for token in (mismatch.target_token, mismatch.draft_token):
-            response = [*one.final_ids[: mismatch.position], token]
+            response = [*mined.final_ids[: mismatch.position], token]
             if token not in pair.target.eos_ids:
                 left = task.max_new_tokens - len(response)
-                ids = one.prompt_ids + response
-                response += yield Continue(ids, left, prompt_length=len(one.prompt_ids))
+                ids = mined.prompt_ids + response
+                response += yield Continue(
+                    ids, left, prompt_length=len(mined.prompt_ids)
+                )
             answers.append(task.answer(pair.target.decode(response), sample))
         labels.append(task.same(answers[0], answers[1], sample) is not True)
     return labels
@@ -156,23 +160,27 @@ def repeating(pair: Pair, samples: Sequence[Sample]) -> dict[str, Any]:
     """Return how often labels of drawn answers come out the same under another noise."""
     task = WordMath()
     decoder = Decoder.of(temperature=TEMPERATURE, max_new_tokens=task.max_new_tokens)
-    found = {one.id: one for one in search(pair, task, samples, decoder, AT_ONCE)}
+    found = {
+        sample.id: sample for sample in search(pair, task, samples, decoder, AT_ONCE)
+    }
     known = [
         found[sample.id]
         for sample in samples
         if found[sample.id].answers.target is not None
     ]
     by_id = {sample.id: sample for sample in samples}
-    first = np.array([bool(m.important) for one in known for m in one.mismatches])
-    capacity = max(len(one.prompt_ids) for one in known) + task.max_new_tokens
+    first = np.array([bool(m.important) for sample in known for m in sample.mismatches])
+    capacity = max(len(sample.prompt_ids) for sample in known) + task.max_new_tokens
     again: list[Any] = []
     for seed in SEEDS:
         sampling = Decoder.of(temperature=TEMPERATURE, seed=seed)
         dialogues: Iterator[Any] = (
-            drawn_again(task, by_id[one.id], one, pair) for one in known
+            drawn_again(task, by_id[sample.id], sample, pair) for sample in known
         )
         ended = converse(pair, dialogues, DialogueLimits(AT_ONCE, capacity, sampling))
-        labels = [one.result for one in sorted(ended, key=lambda one: one.number)]
+        labels = [
+            sample.result for sample in sorted(ended, key=lambda sample: sample.number)
+        ]
         again.append(np.array([label for of_sample in labels for label in of_sample]))
     drawn = np.stack(again)  # [seeds, labels]
     return {
@@ -202,7 +210,7 @@ def ways(
         book = Book()
         mined(pair, samples[:2], Book(), **how)  # warm-up
         ended, seconds = mined(pair, samples, book, **how)
-        labels.append([one.result.mismatches for one in ended])
+        labels.append([dialogue.result.mismatches for dialogue in ended])
         rows["book"] = {"target_passes": book.passes, "target_tokens": book.tokens}
         rows[name] = {**counts(ended), "seconds": seconds}
     for name, number in (("one_worker", 1), ("two_workers", 2)):

@@ -69,7 +69,8 @@ def humaneval(data: Path) -> dict[str, int | float]:
 
     def passed(program: Callable[[Sample], str]) -> int:
         return sum(
-            one.correct for one in task.score([(program(s), s) for s in samples])
+            verdict.correct
+            for verdict in task.score([(program(s), s) for s in samples])
         )
 
     def mutant(sample: Sample) -> str:

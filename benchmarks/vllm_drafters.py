@@ -111,7 +111,7 @@ def one(setting: Setting, target: str, problems: Path, limit: int) -> dict[str, 
         "seconds": seconds,
         "windows": windows,
         "right": right,
-        "kept_leniently": sum(one["kept_leniently"] for one in counts if one),
+        "kept_leniently": sum(count["kept_leniently"] for count in counts if count),
     }
 
 

@@ -116,7 +116,7 @@ def plugin(samples: Sequence[Sample], processes: int, repeats: int) -> dict[str,
     for i in range(processes):
         pair = [Engine(4), Engine(4, "exact")]
         plain, strict = (
-            answers(one, prompts, repeats) for one in pair[:: 1 if i % 2 else -1]
+            answers(engine, prompts, repeats) for engine in pair[:: 1 if i % 2 else -1]
         )
         if not i % 2:
             plain, strict = strict, plain
@@ -185,7 +185,7 @@ def mining(work: Path, limit: int) -> dict[str, Any]:
     here = labels("lenience")
     every = there.keys() | here.keys()
     nothing = object()
-    same = sum(there.get(one, nothing) == here.get(one, nothing) for one in every)
+    same = sum(there.get(label, nothing) == here.get(label, nothing) for label in every)
     passes = {
         engine: sum(record["cost"]["target_passes"] for record in records.values())
         for engine, records in found.items()

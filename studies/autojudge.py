@@ -642,7 +642,7 @@ def precision(out: Path, given: argparse.Namespace) -> None:
         ):
             said = track(records, f"{dtype}, {how}")
             found[f"{dtype}, {how}"] = torch.cat(
-                [states_of(pair, one) for one in said]
+                [states_of(pair, answer) for answer in said]
             ).numpy()
         whole, each = (found[f"{dtype}, {how}"] for how in ("parallel", "sequential"))
         found[f"{dtype}, as mined"] = by_model(pair, target=each, draft=whole)
@@ -873,7 +873,7 @@ def as_grid(grid: NDArray, asked: Sequence[str], learned: Sequence[str]) -> Figu
 
 
 ABLATIONS = {
-    one.__name__: one for one in (inputs, classifiers, search, precision, transfer)
+    part.__name__: part for part in (inputs, classifiers, search, precision, transfer)
 }
 
 

@@ -178,10 +178,10 @@ def objections(
 ) -> dict[str, float]:
     counts = dict.fromkeys(("at the slip", "before it", "not by its end"), 0)
     for row in track(rows, "first objections"):
-        one = Annotated(
+        marked = Annotated(
             row["question"], row["correct"], row["wrong"], tuple(row["error"]), "probe"
         )
-        prompt, (_, answer) = marked_answers(pair.target, one)
+        prompt, (_, answer) = marked_answers(pair.target, marked)
         same, scores = verdicts(pair, head, prompt, answer.ids)
         objects = run_length([a or s >= threshold for a, s in zip(same, scores)])
         where = "not by its end"

@@ -194,7 +194,9 @@ def cost(pair: Pair, outs: Sequence[Generation]) -> dict[str, float]:
     """Return what a token of an answer costs."""
     tokens = sum(len(out.tokens) for out in outs)
     counted = [reading_flops(pair, out) for out in outs]
-    flops, as_paper = (sum(counts) for counts in zip(*(one for one in counted if one)))
+    flops, as_paper = (
+        sum(counts) for counts in zip(*(count for count in counted if count))
+    )
     return {
         "tokens_per_pass": tokens / max(1, sum(out.target_passes for out in outs)),
         "mflops": flops / tokens / 1e6,
@@ -293,13 +295,13 @@ def held_out(
 def draw(told: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for tau, one in told["gates"].items():
+    for tau, gate in told["gates"].items():
         left.plot(
-            one["roc"]["fpr"],
-            one["roc"]["tpr"],
-            label=f"τ = {tau}: AUC {one['roc']['auc']:.3f}",
+            gate["roc"]["fpr"],
+            gate["roc"]["tpr"],
+            label=f"τ = {tau}: AUC {gate['roc']['auc']:.3f}",
         )
-        points = one["thresholds"].values()
+        points = gate["thresholds"].values()
         right.plot(
             [p["predicted"]["tv"] for p in points],
             [p["measured"]["tv"] for p in points],
@@ -335,9 +337,9 @@ COMPARED = ("tpr", "fpr", "tv", "trusted_before_a_stop", "stop_time", "kept")
 """What is both predicted and measured."""
 
 
-def costs_of(one: dict[str, float]) -> list[str]:
-    flops = [f"{one[key]:.2f}" for key in ("mflops", "mflops_as_paper")]
-    return [f"{one['accuracy']:.1%}", *flops, f"{one['tokens_per_second']:.0f}"]
+def costs_of(row: dict[str, float]) -> list[str]:
+    flops = [f"{row[key]:.2f}" for key in ("mflops", "mflops_as_paper")]
+    return [f"{row['accuracy']:.1%}", *flops, f"{row['tokens_per_second']:.0f}"]
 
 
 def show(told: dict[str, Any]) -> None:
@@ -358,12 +360,12 @@ def show(told: dict[str, Any]) -> None:
         "tokens/s",
     ):
         table.add_column(name, justify="right")
-    for name, one in told["baselines"].items():
-        table.add_row(name, *["–"] * len(COMPARED), *costs_of(one))
+    for name, row in told["baselines"].items():
+        table.add_row(name, *["–"] * len(COMPARED), *costs_of(row))
     for tau, gate in told["gates"].items():
-        for threshold, one in gate["thresholds"].items():
-            said = one["predicted"]
-            is_ = one["measured"]
+        for threshold, point in gate["thresholds"].items():
+            said = point["predicted"]
+            is_ = point["measured"]
             pairs = (f"{said[key]:.3g} / {is_[key]:.3g}" for key in COMPARED)
             table.add_row(f"τ {tau} @{threshold}", *pairs, *costs_of(is_))
     Console(width=180).print(table)

@@ -236,7 +236,10 @@ def test_the_cache_takes_what_it_is_said_to_take(
 def test_a_length_limit_beyond_the_context_takes_no_more_than_the_context(
     llama: Pair,
 ) -> None:
-    assert llama.generate([5], window=2, max_new_tokens=10**9).finish in ("context", "eos")
+    assert llama.generate([5], window=2, max_new_tokens=10**9).finish in (
+        "context",
+        "eos",
+    )
 
 
 def test_the_cache_grows_where_it_is_full_and_keeps_what_it_holds(llama: Pair) -> None:

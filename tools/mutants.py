@@ -158,12 +158,14 @@ def run(wanted: list[Mutation], args: argparse.Namespace) -> list[dict[str, obje
     comes."""
     results = kept(args.out, f"{args.level}, named" if args.named else args.level)
     done = {result["name"] for result in results}
-    left: list[Mutation | None] = [one for one in wanted if one.name not in done]
+    left: list[Mutation | None] = [
+        mutation for mutation in wanted if mutation.name not in done
+    ]
     if CONTROL not in done and not args.named:
         left.insert(0, None)
     with ThreadPoolExecutor(args.at_once) as pool:
         for result in pool.map(
-            lambda one: try_mutation(one, args.level, args.named), left
+            lambda mutation: try_mutation(mutation, args.level, args.named), left
         ):
             results.append(result)
             passed = "all tests pass" if result["name"] == CONTROL else "SURVIVED"

@@ -112,7 +112,9 @@ def costs(pair: Pair, prompt: list[int]) -> dict[str, float]:
 def mismatches(pair: Pair, run: Path) -> dict[str, float]:
     """Return how many of a mined run's mismatches are important, and what their kind tells."""
     mined = mined_samples(Journal(run / "journal.jsonl"))
-    labelled = [m for one in mined for m in one.mismatches if m.important is not None]
+    labelled = [
+        m for sample in mined for m in sample.mismatches if m.important is not None
+    ]
     important = np.array([m.important for m in labelled])
     tokens = np.array([(m.target_token, m.draft_token) for m in labelled])
     ids = list(range(pair.target.vocab_size))
