@@ -270,3 +270,17 @@ def test_a_cache_is_handed_over_by_the_name_that_the_model_gives_it(name: str) -
     )
     cache = DynamicCache()
     assert cache_argument(space["Model"](), cache) == {name: cache}
+
+
+def test_layers_are_counted_from_either_end(llama: Pair) -> None:
+    lm, layers = llama.target, llama.target.model.model.layers
+    for layer, wanted in (
+        (1, layers[0]),
+        (2, layers[1]),
+        (-1, layers[1]),
+        (-2, layers[0]),
+    ):
+        assert lm.block(layer) is wanted
+    for layer in (0, 3, -3):
+        with pytest.raises(InputError, match=f"layer {layer}: target .* has 2"):
+            lm.block(layer)
