@@ -21,7 +21,7 @@ from lenience.core.profile import Profile
 from lenience.core.types import Draft, Reading
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
-from lenience.decoding.response import TextStream, pieces
+from lenience.decoding.response import TextStream, pieces, until_stop
 from lenience.models.kv_cache import Forward, PlainCache
 from lenience.rules.parsing import parse_rule
 
@@ -532,3 +532,13 @@ def test_counts_end_where_the_answer_does(llama: Pair, rule: str) -> None:
             assert rule != "exact" or out.accepted_lenient == 0
             cut += out.finish == "stop" and origins[-1].startswith("draft")
     assert cut > 2
+
+
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string(
+    llama: Pair,
+) -> None:
+    tokens, text = until_stop(llama.target, [5, 7, 9, 11], ["w9 w11", "w7"])
+    assert (tokens, text.strip()) == ([5, 7], llama.target.decode([5]))
+    for stops in ([], ["w8"]):
+        whole = ([5, 7, 9, 11], llama.target.decode([5, 7, 9, 11]))
+        assert until_stop(llama.target, [5, 7, 9, 11], stops) == whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.models.flops import ReadingCost
 from lenience.models.lm import LM
+from lenience.rules.parsing import parse_rule
 from lenience.runs.answers import Answers
 from lenience.tasks import as_task, take
 
@@ -53,3 +55,26 @@ def test_answers_say_what_was_read_for_them(llama: Pair, tmp_path: Path) -> None
             assert answer.flops_as_sprinter == pytest.approx(answer.flops + tables)
     other = Decoder.of({"drafter": "ngram", "max_new_tokens": 20})
     assert answers.get(other, samples)[0].flops is None
+
+
+def test_answers_say_below_which_threshold_they_change(
+    llama: Pair, judge: str, tmp_path: Path
+) -> None:
+    """Just above the closest rejected score an answer is the same, and just below it is not."""
+    path = judge.removesuffix("@0.5")
+    task = as_task(ParityTask())
+    samples = take(task, "test", 6)
+    answers = Answers(llama, task, tmp_path / "answers.jsonl", batch_size=1)
+    strict = Decoder.of({"rule": f"{path}@0.9", "max_new_tokens": 20})
+    several = 0
+    for sample, answer in zip(samples, answers.get(strict, samples)):
+        own = llama.generate(sample.prompt, strict)
+        several += sum(entry.origin == "correction" for entry in own.trace) > 1
+        assert answer.closest is not None and 0 < answer.closest < 0.9
+        for factor, same in ((1.001, True), (0.999, False)):
+            rule = f"{path}@{answer.closest * factor}"
+            other = llama.generate(
+                sample.prompt, replace(strict, rule=parse_rule(rule))
+            )
+            assert (other.trace == own.trace) == same
+    assert several

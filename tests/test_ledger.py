@@ -207,7 +207,8 @@ def test_only_what_contradicts_withdraws(
     )
     assert first.certified and failed.certified is None and failed.n > first.n
     assert withdrawn == (binom.cdf(failed.losses, failed.n, 0.1) > 0.05)
-    assert bool(read_certificate(tmp_path).withdrawn) == withdrawn
+    kept = read_certificate(tmp_path)
+    assert bool(kept.withdrawn) == withdrawn and kept.holds == (not withdrawn)
 
 
 @pytest.mark.parametrize(
