@@ -1735,12 +1735,18 @@ def test_the_target_is_asked_only_where_it_must_be_and_losses_are_the_same(
     (row,) = certify(llama, half, tmp_path, asked)["tried"][:1]
     used = [use["id"] for use in Journal(tmp_path / "uses.jsonl")]
     by_id = {sample.id: sample for sample in half.samples("train")}
-    losses, needed = [], 0
-    for sample in [by_id[id] for id in used][: row["n"]]:
-        own, lenient = (
-            llama.generate(sample.prompt, rule=one, window=4, max_new_tokens=12)
-            for one in ("target", rule)
+    samples = [by_id[id] for id in used][: row["n"]]
+    outs = [
+        llama.generate_batch(
+            [sample.prompt for sample in samples],
+            rule=decided_by,
+            window=4,
+            max_new_tokens=12,
         )
+        for decided_by in ("target", rule)
+    ]
+    losses, needed = [], 0
+    for sample, own, lenient in zip(samples, *outs):
         right = [half.correct(out.text, sample) for out in (own, lenient)]
         ends = [half.answer(out.text) for out in (own, lenient)]
         losses.append(

@@ -246,7 +246,7 @@ def test_learning_sees_windows_that_end_anywhere() -> None:
 
 
 def test_a_judge_that_looks_ahead_is_fitted_and_asked(
-    built_in: Pair, tmp_path: Path
+    built_in_exported: Pair, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -256,11 +256,11 @@ def test_a_judge_that_looks_ahead_is_fitted_and_asked(
     (run / "journal.jsonl").write_text("".join(lines))
     (run / "run.json").write_text((EMBEDDED / "run" / "run.json").read_text())
     plan = HeadPlan(Inputs(ahead=6), run / "judge", FitConfig())
-    head = fit_run(built_in, run, plan)
+    head = fit_run(built_in_exported, run, plan)
     assert head.metrics["auc_out_of_fold"] > 0.8
     prompt = next(iter(mined_samples(Journal(run / "journal.jsonl")))).prompt_ids
     rule = f"judge:{run / 'judge'}@0.5"
-    out = built_in.generate(prompt, rule=rule, window=8, max_new_tokens=80)
+    out = built_in_exported.generate(prompt, rule=rule, window=8, max_new_tokens=80)
     assert out.accepted_lenient > 0
 
 
