@@ -802,7 +802,7 @@ def test_a_response_may_fill_the_context(llama: Pair, tmp_path: Path) -> None:
 def test_features_equal_the_states_of_passes_from_scratch(
     models: tuple[str, ...], layers: tuple[int | None, ...], llama: Pair, tmp_path: Path
 ) -> None:
-    mined(llama, ParityTask(), tmp_path, limit=6)
+    mined(llama, ParityTask(), tmp_path, limit=4)
     inputs = Inputs(models, ("draft", "previous", "target"), layers)
     compute_features(llama, tmp_path, inputs)
     examples = load_features(tmp_path, inputs)
