@@ -15,6 +15,7 @@ import pytest
 import lenience
 
 SOURCE = Path(lenience.__file__).parent
+TESTS = Path(__file__).parent
 BESIDE = [
     Path(__file__).parents[1] / name
     for name in ("studies", "benchmarks", "tools/embedded")
@@ -211,3 +212,18 @@ def test_calls_pass_few_arguments_by_position() -> None:
 def test_light_modules_start_without_torch() -> None:
     code = f"import sys, {', '.join(TORCH_FREE)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_slow_cases_are_of_tests_that_exist() -> None:
+    named = {
+        line.split("[")[0]
+        for line in (TESTS / "slow.txt").read_text().split("\n")
+        if line and not line.startswith("#")
+    }
+    found = {
+        f"{path.name}::{node.name}"
+        for path in TESTS.glob("test_*.py")
+        for node in parsed(path).body
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert named - found == set()
