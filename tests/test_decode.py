@@ -54,7 +54,7 @@ def test_exact_is_the_targets_greedy_output(
     accepted = 0
     for prompt in PROMPTS:
         wanted = plain_greedy(pair, prompt, 48)
-        for window in WINDOWS:
+        for window in WINDOWS if name == "llama" else (0, 1, 4, 9):
             out = pair.generate(prompt, rule="exact", window=window, max_new_tokens=48)
             assert out.tokens == wanted, f"window {window}"
             assert len(out.trace) == len(out.tokens)
