@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnxscript import rewriter
 from onnxscript.optimizer import optimize_ir
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -453,7 +454,8 @@ def _trace(module: _Twin, arguments: Traced, outputs: list[str]) -> ir.Model:
         program = torch.onnx.export(module, values, **said)
     assert program is not None
     _name_weights(program.model.graph, module.model)
-    optimize_ir(program.model)
+    with _linear_rules():
+        optimize_ir(program.model)
     for node in list(program.model.graph):
         _divide(program.model.graph, node)
     return program.model
@@ -499,6 +501,19 @@ def _rename(node: torch.fx.Node) -> None:
         whole, dim, index, part = cast(tuple[Any, ...], node.args)
         before = [None] * (dim % whole.meta["val"].dim())
         node.target, node.args = aten.index_put.default, (whole, [*before, index], part)
+
+
+@contextmanager
+def _linear_rules() -> Iterator[None]:
+    """Leave the optimizer its rules but the one that joins slices into a split. It compares each
+    node with all others, which takes half the time of exporting 30 layers."""
+    rules = getattr(rewriter, "_DEFAULT_REWRITE_RULES", ())
+    kept = tuple(rule for rule in rules if rule.name != "SlicesSplit")
+    try:
+        rewriter._DEFAULT_REWRITE_RULES = kept or rules
+        yield
+    finally:
+        rewriter._DEFAULT_REWRITE_RULES = rules
 
 
 def _divide(graph: ir.Graph, node: ir.Node) -> None:
