@@ -23,6 +23,7 @@ from conftest import prompt_lists, quick
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
+from onnxscript import rewriter
 from test_batch import assert_same
 
 import lenience
@@ -402,6 +403,14 @@ def test_an_export_traces_a_model_once(
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", refuse)
     target = load_pair(*checkpoints("gemma2"), dtype="float32", compile=False).target
     export_graph(target, tmp_path / "trees", trees=True)
+
+
+def test_the_optimizer_goes_without_its_quadratic_rule_and_gets_it_back() -> None:
+    rules = rewriter._DEFAULT_REWRITE_RULES
+    with onnx_export._linear_rules():
+        kept = rewriter._DEFAULT_REWRITE_RULES
+    assert [rule.name for rule in rules if rule not in kept] == ["SlicesSplit"]
+    assert rewriter._DEFAULT_REWRITE_RULES is rules
 
 
 class Overwriting(torch.nn.Module):

@@ -16,7 +16,8 @@ from lenience.tasks import Sample, Task, as_task
 from lenience.tasks.base import Messages
 from lenience.tasks.user import CheckedTask
 
-GRADINGS_AT_ONCE = 16
+PROMPTS_AT_ONCE = 16
+"""Batch size of a local model that answers or grades."""
 GRADER_TOKENS = 1024
 """Maximum number of tokens in a grader's reply."""
 
@@ -57,7 +58,7 @@ def own_answers(
             [prompt for _, prompt in left],
             rule="target",
             max_new_tokens=max_new_tokens,
-            batch_size=GRADINGS_AT_ONCE,
+            batch_size=PROMPTS_AT_ONCE,
         )
         for done, (number, out) in enumerate(answers, 1):
             kept.add(left[number][0], out.text.strip())
@@ -86,6 +87,6 @@ class ModelGrader:
             list(prompts),
             rule="target",
             max_new_tokens=GRADER_TOKENS,
-            batch_size=GRADINGS_AT_ONCE,
+            batch_size=PROMPTS_AT_ONCE,
         )
         return [out.text for out in outs]

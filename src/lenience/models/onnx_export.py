@@ -440,7 +440,7 @@ def _trace(module: _Twin, arguments: Traced, outputs: list[str]) -> ir.Model:
             names.append(name)
     values = tuple(value for value, _ in arguments.values())
     varies = tuple(varies for _, varies in arguments.values())
-    said: dict[str, Any] = {
+    options: dict[str, Any] = {
         "input_names": names,
         "output_names": outputs,
         "dynamic_shapes": varies,
@@ -449,9 +449,9 @@ def _trace(module: _Twin, arguments: Traced, outputs: list[str]) -> ir.Model:
         "optimize": False,  # it would compute constants from weights, and merge equal weights
     }
     try:
-        program = torch.onnx.export(_captured(module, values, varies), (), **said)
-    except Exception:  # the slower way, for an operation that must be decomposed
-        program = torch.onnx.export(module, values, **said)
+        program = torch.onnx.export(_traced_once(module, values, varies), (), **options)
+    except Exception:  # an operation must be decomposed, which takes twice as long
+        program = torch.onnx.export(module, values, **options)
     assert program is not None
     _name_weights(program.model.graph, module.model)
     with _linear_rules():
@@ -461,12 +461,11 @@ def _trace(module: _Twin, arguments: Traced, outputs: list[str]) -> ir.Model:
     return program.model
 
 
-def _captured(
+def _traced_once(
     module: torch.nn.Module, values: tuple[Any, ...], varies: tuple[Any, ...]
 ) -> torch.export.ExportedProgram:
-    """Return a module's operations in a form that the exporter takes as decomposed. Decomposing
-    traces all of them once more, which takes half the time of an export. Raises ValueError for an
-    operation that writes into its argument."""
+    """Trace a module into a program that the exporter does not trace again to decompose it. Raises
+    ValueError for an operation that writes into its argument."""
     free = torch.export.Dim.DYNAMIC
     shapes = tree_map(lambda dim: free if isinstance(dim, str) else dim, varies)
     # a batch may have one row, and a window one token
@@ -476,14 +475,15 @@ def _captured(
             module, values, dynamic_shapes=shapes, strict=False
         )
     for node in program.graph.nodes:
-        _rename(node)
+        _replace_operation(node)
+    # ONNX has every operation that is left
     program.run_decompositions = lambda *_: program
     return program
 
 
-def _rename(node: torch.fx.Node) -> None:
-    """Replace an operation of a traced graph that the exporter does not know by one that it knows.
-    Raises ValueError for an operation that writes into its argument."""
+def _replace_operation(node: torch.fx.Node) -> None:
+    """Replace an operation that ONNX has under another name only. Raises ValueError for an operation
+    that writes into its argument."""
     aten = torch.ops.aten
     schema = getattr(node.target, "_schema", None)  # of an operation of torch
     if schema is None:
@@ -505,10 +505,10 @@ def _rename(node: torch.fx.Node) -> None:
 
 @contextmanager
 def _linear_rules() -> Iterator[None]:
-    """Leave the optimizer its rules but the one that joins slices into a split. It compares each
-    node with all others, which takes half the time of exporting 30 layers."""
+    """Leave out the optimizer's rule that joins slices into a split. The rule compares each node
+    with all others, so its time grows with the square of the number of layers."""
     rules = getattr(rewriter, "_DEFAULT_REWRITE_RULES", ())
-    kept = tuple(rule for rule in rules if rule.name != "SlicesSplit")
+    kept = tuple(rule for rule in rules if getattr(rule, "name", "") != "SlicesSplit")
     try:
         rewriter._DEFAULT_REWRITE_RULES = kept or rules
         yield
