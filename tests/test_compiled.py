@@ -425,12 +425,15 @@ class Overwriting(torch.nn.Module):
 
 
 def test_what_writes_into_its_argument_is_exported_the_slower_way() -> None:
-    argument = {"x": (torch.ones(2, 3), {0: "m"})}
+    x, varies = torch.ones(2, 3), {0: "m"}
+    with pytest.raises(ValueError, match="writes into its argument"):
+        onnx_export._traced_once(Overwriting().eval(), (x,), (varies,))
+    argument = {"x": (x, varies)}
     made = onnx_export._trace(Overwriting().eval(), argument, ["y"])
     evaluator = ReferenceEvaluator(ir.to_proto(made))
-    x = np.arange(12, dtype=np.float32).reshape(4, 3)
-    (y,) = evaluator.run(None, {"x": x})
-    assert np.array_equal(y, np.c_[np.full(4, 7), x[:, 1:] + 1])
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    (y,) = evaluator.run(None, {"x": rows})
+    assert np.array_equal(y, np.c_[np.full(4, 7), rows[:, 1:] + 1])
 
 
 def test_shipped_graphs_read_as_the_built_in_pair_does(

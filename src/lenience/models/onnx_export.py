@@ -482,8 +482,8 @@ def _traced_once(
 
 
 def _replace_operation(node: torch.fx.Node) -> None:
-    """Replace an operation that ONNX has under another name only. Raises ValueError for an operation
-    that writes into its argument."""
+    """Replace an operation that ONNX has under another name only. Raises ValueError if the
+    operation writes into its argument."""
     aten = torch.ops.aten
     schema = getattr(node.target, "_schema", None)  # of an operation of torch
     if schema is None:
