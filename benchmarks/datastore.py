@@ -18,9 +18,9 @@ from statistics import median
 import numpy as np
 from recording import recorded
 
+from lenience.decoding.machine import processor
 from lenience.drafting.datastore import Datastore, build_store
 from lenience.drafting.parsing import parse_tree
-from lenience.evaluation.table import processor
 
 VOCABULARY = 128_000
 

@@ -30,9 +30,9 @@ from recording import recorded
 from lenience.core.files import EMBEDDED
 from lenience.core.profile import Profile
 from lenience.decoding.loading import load_pair
+from lenience.decoding.machine import machine
 from lenience.decoding.pair import Pair
 from lenience.drafting.datastore import build_store
-from lenience.evaluation.table import machine
 from lenience.models.prompts import Prompt
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples

@@ -26,8 +26,8 @@ from rich.progress import track
 
 from lenience.core.profile import Profile
 from lenience.decoding.loading import load_pair
+from lenience.decoding.machine import machine
 from lenience.decoding.pair import Pair
-from lenience.evaluation.table import machine
 from lenience.heads.head import Head, Inputs
 from lenience.tasks import WordMath, take
 

@@ -38,6 +38,7 @@ from typing import Any
 
 from recording import recorded
 
+from lenience.certification.certificate import Certificate, TriedSetting
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.certification.tune import TuneConfig, Tuned, tune
@@ -52,7 +53,6 @@ from lenience.evaluation.table import Frontier, FrontierRow
 from lenience.heads.fitting import FitConfig, HeadKind
 from lenience.heads.head import Inputs, load_head
 from lenience.mining.search import MineConfig, mine
-from lenience.runs.certificate import Certificate, TriedSetting
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_first, mined_samples
 from lenience.tasks import WordMath

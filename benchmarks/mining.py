@@ -28,6 +28,7 @@ from recording import recorded
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.dialogue import Continue, Dialogue, FinishedDialogue
 from lenience.decoding.loading import load_pair
+from lenience.decoding.machine import machine
 from lenience.decoding.pair import Pair
 from lenience.decoding.scheduler import (
     IN_FLIGHT,
@@ -38,7 +39,6 @@ from lenience.decoding.scheduler import (
 )
 from lenience.drafting.earlier_texts import Recalled
 from lenience.drafting.parsing import parse_drafter
-from lenience.evaluation.table import machine
 from lenience.mining.crew import HiredWorker, ProcessCrew, mined_by
 from lenience.mining.search import Miner, SearchResult, search
 from lenience.mining.work import SampleBatch, WorkerPlan, identity_of

@@ -24,9 +24,9 @@ from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lenience import load_pair
+from lenience.decoding.machine import processor
 from lenience.decoding.pair import Pair
 from lenience.drafting.datastore import build_store
-from lenience.evaluation.table import processor
 from lenience.tasks import load_task, take
 
 NEW = 64

@@ -20,7 +20,7 @@ from pathlib import Path
 from recording import recorded
 
 from lenience.core.errors import InputError
-from lenience.evaluation.table import processor
+from lenience.decoding.machine import processor
 from lenience.tasks import Sample
 from lenience.tasks.code import HumanEval
 from lenience.tasks.sandbox import Sandbox, SandboxKind, workers

@@ -37,8 +37,8 @@ from lenience.core.context import Context
 from lenience.core.noise import uniform
 from lenience.core.profile import Profile
 from lenience.core.types import Draft, Reading
+from lenience.decoding.machine import machine
 from lenience.decoding.pair import Pair
-from lenience.evaluation.table import machine
 from lenience.models.lm import LM
 from lenience.rules.base import Lenient
 

@@ -22,8 +22,8 @@ from recording import recorded
 
 from lenience.core.files import EMBEDDED
 from lenience.decoding.loading import load_pair
+from lenience.decoding.machine import machine
 from lenience.decoding.pair import Pair
-from lenience.evaluation.table import machine
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Inputs
 from lenience.tasks import WordMath

@@ -28,6 +28,7 @@ from scipy.stats import beta
 
 import lenience
 from lenience import InputError
+from lenience.certification import certificate as certified
 from lenience.certification import certify as certifying
 from lenience.certification.audit import (
     Audit,
@@ -39,6 +40,7 @@ from lenience.certification.audit import (
     read_prompts,
 )
 from lenience.certification.calibration import Calibration, calibration
+from lenience.certification.certificate import Certificate, TriedSetting
 from lenience.certification.certify import _reason, save
 from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import fixed_sequence_test
@@ -54,8 +56,6 @@ from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining.search import MineConfig, mine
 from lenience.rules.registry import RULES
 from lenience.rules.settings import ladder
-from lenience.runs import certificate as certified
-from lenience.runs.certificate import Certificate, TriedSetting
 from lenience.runs.journal import Journal
 from lenience.runs.ledger import Ledger
 from lenience.runs.uses import (

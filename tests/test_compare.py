@@ -15,6 +15,7 @@ from test_certify import certificate
 from test_mining import ParityTask, lines, mined
 
 from lenience import InputError
+from lenience.core.figures import _covered
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.options import names
 from lenience.decoding.pair import Pair
@@ -22,9 +23,9 @@ from lenience.evaluation import compare as comparing
 from lenience.evaluation.advice import recommended
 from lenience.evaluation.compare import CompareConfig
 from lenience.evaluation.mined_texts import mined_texts
-from lenience.evaluation.names import family, named, short
+from lenience.evaluation.names import named
 from lenience.evaluation.pages import Mining, example, write_report
-from lenience.evaluation.plots import AXES, _covered, plot
+from lenience.evaluation.plots import AXES, plot
 from lenience.evaluation.quality import beside_target
 from lenience.evaluation.table import (
     SHARES,
@@ -36,6 +37,7 @@ from lenience.evaluation.table import (
 )
 from lenience.heads.head import Head, Inputs
 from lenience.mining.search import MineConfig, mine
+from lenience.rules.names import family, short_name
 from lenience.rules.parsing import terms
 from lenience.rules.registry import RULES as ALL_RULES
 from lenience.rules.settings import JUDGED, expand, grid
@@ -583,8 +585,11 @@ def test_a_label_covers_marks_and_labels_that_it_stands_over() -> None:
 
 def test_a_rule_is_shortened_but_not_changed() -> None:
     rule = "judge:a/run/judge,floor=0.1@0.9&topk:4|judge:a/run/mlp,budget=3@0.99"
-    assert short(rule) == "judge,floor=0.1@0.9&topk:4|mlp,budget=3@0.99"
-    assert short('judge:"a/run/judge"@0.9') == "judge@0.9" and short("draft") == "draft"
+    assert short_name(rule) == "judge,floor=0.1@0.9&topk:4|mlp,budget=3@0.99"
+    assert (
+        short_name('judge:"a/run/judge"@0.9') == "judge@0.9"
+        and short_name("draft") == "draft"
+    )
 
 
 def test_judges_of_one_name_are_told_apart() -> None:
@@ -654,7 +659,7 @@ def test_rules_are_drawn_with_their_kind() -> None:
         "m@p",
         "mlp",
     ]
-    assert [short(rule) for rule in drawn[3:]] == [
+    assert [short_name(rule) for rule in drawn[3:]] == [
         "topk:2",
         "judge@0.99",
         "exact|m@p@0.5",

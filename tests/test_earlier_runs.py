@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lenience.certification.audit import Audit, AuditConfig
+from lenience.certification.certificate import read_certificate
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.core.files import EMBEDDED
@@ -18,7 +19,6 @@ from lenience.decoding.pair import Pair
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Inputs, load_head
 from lenience.mining.search import MineConfig, mine
-from lenience.runs.certificate import read_certificate
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples, read_run
 from lenience.tasks import WordMath, take

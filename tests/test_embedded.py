@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from lenience.certification.certificate import head_paths
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.core.errors import InputError
@@ -25,7 +26,6 @@ from lenience.drafting.stops import Likely
 from lenience.evaluation.compare import CompareConfig
 from lenience.rules.judge import BUILT_IN_JUDGE, Judge
 from lenience.rules.parsing import parse_rule
-from lenience.runs.certificate import head_paths
 from lenience.runs.uses import prompt_digest
 from lenience.tasks import WordMath, take
 

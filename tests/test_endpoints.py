@@ -26,6 +26,7 @@ from test_cli import run
 
 import lenience
 from lenience.certification.audit import Audit, AuditConfig, LivePrompt, audit
+from lenience.certification.certificate import read_certificate
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.cli import measure as cli
@@ -42,7 +43,6 @@ from lenience.integrations.endpoints.endpoint import Endpoint
 from lenience.integrations.endpoints.pair import ServedOptions, ServedPair
 from lenience.integrations.endpoints.speed import measure_speeds
 from lenience.integrations.endpoints.store import Call
-from lenience.runs.certificate import read_certificate
 from lenience.tasks import load_task
 
 KEY = "sk-test-secret"

@@ -18,7 +18,6 @@ from sklearn.metrics import roc_auc_score
 from lenience import InputError
 from lenience.core.context import Context
 from lenience.core.types import Draft, Reading
-from lenience.evaluation.names import bound_text
 from lenience.heads.fitting import (
     DECAYS,
     RATES,
@@ -28,6 +27,7 @@ from lenience.heads.fitting import (
 )
 from lenience.heads.head import Head, Inputs, load_head
 from lenience.heads.scores import auc_interval, by_recall, threshold_at, thresholds
+from lenience.rules.names import bound_text
 
 DRAFTED = Inputs(tokens=("draft",))
 PRINTS = {"target": "a", "draft": "b", "tokenizer": "c"}

@@ -10,12 +10,12 @@ import yaml
 from test_cli import run
 
 from lenience import InputError
+from lenience.certification.certificate import head_paths, is_certified
 from lenience.core.files import EMBEDDED
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.evaluation.cards import push
 from lenience.heads.head import load_head
-from lenience.runs.certificate import head_paths, is_certified
 
 
 @pytest.fixture

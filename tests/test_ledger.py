@@ -19,6 +19,7 @@ from scipy.stats import binom
 import lenience
 from lenience import InputError
 from lenience.certification import certify as certifying
+from lenience.certification.certificate import read_certificate
 from lenience.certification.certify import certify, plan
 from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import Binomial
@@ -27,7 +28,6 @@ from lenience.decoding.decoder import Decoder
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.mining.search import MineConfig, mine
-from lenience.runs.certificate import read_certificate
 from lenience.runs.journal import Journal
 from lenience.runs.ledger import Attempt, Ledger
 from lenience.runs.uses import Draw

@@ -26,6 +26,7 @@ from conftest import VOCABULARY
 from test_certify import Echo, certify, question
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+from lenience.certification.certificate import narrowed
 from lenience.cli import main
 from lenience.cli.serve import bound_socket
 from lenience.core.context import Context, Row
@@ -35,7 +36,6 @@ from lenience.core.types import Step
 from lenience.decoding.decoder import Binding, Decoder
 from lenience.decoding.pair import Pair
 from lenience.rules.combine import AnyOf
-from lenience.runs.certificate import narrowed
 from lenience.serving import batch as batches
 from lenience.serving.app import make_app
 from lenience.serving.batch import Job, RuleOfRow, RunningBatch

@@ -28,11 +28,11 @@ ORDER = [
     ["drafting"],
     ["decoding"],
     ["runs"],
+    ["certification"],
     ["serving"],
     ["integrations"],
     ["mining", "evaluation"],
     ["training"],
-    ["certification"],
     ["cli"],
 ]
 """Packages, lowest first: each imports only from those in rows before its own."""

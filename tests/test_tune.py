@@ -15,6 +15,7 @@ import torch
 from test_certify import Echo
 
 from lenience import InputError
+from lenience.certification.certificate import TriedSetting, read_certificate
 from lenience.certification.certify import _Chains
 from lenience.certification.question import CertifyConfig
 from lenience.certification.races import (
@@ -41,7 +42,6 @@ from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
 from lenience.rules.parsing import parse_rule
-from lenience.runs.certificate import TriedSetting, read_certificate
 from lenience.runs.journal import Journal
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from lenience.core.errors import InputError
 from lenience.core.version import VERSION
-from lenience.decoding.options import LoadingOptions, takes_loading
+from lenience.decoding.options import WHOLE_DECODERS, LoadingOptions, takes_loading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +32,7 @@ _LATER = {
     "Step": "lenience.core.types",
 }
 """Names that are imported on first access."""
+WHOLE_DECODERS["certified"] = "lenience.certification.certificate"
 for _library in ("torchao", "torch.utils._pytree"):
     # while torchao is imported, they log about kernels for other machines
     logging.getLogger(_library).setLevel(logging.ERROR)

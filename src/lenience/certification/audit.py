@@ -15,6 +15,10 @@ import numpy as np
 import torch
 from filelock import FileLock
 
+from lenience.certification.certificate import (
+    Certificate,
+    read_certificate,
+)
 from lenience.certification.sequential_tests import Alarm, sequence
 from lenience.core.errors import InputError
 from lenience.core.files import digest
@@ -25,10 +29,6 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.decoding.task_models import task_for
 from lenience.models.prompts import Prompt
-from lenience.runs.certificate import (
-    Certificate,
-    read_certificate,
-)
 from lenience.runs.journal import Journal, JournalTail
 from lenience.tasks import Published, Sample, Task, ungradable
 from lenience.tasks.rows import USUAL_FIELDS, Fields, read_rows

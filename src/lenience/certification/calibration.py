@@ -14,6 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lenience.certification.certificate import (
+    LostAnswer,
+    LostSample,
+    TriedSetting,
+)
 from lenience.certification.labels import Labels
 from lenience.certification.prompts import Prompts, check_references
 from lenience.certification.question import CertifyConfig
@@ -25,13 +30,7 @@ from lenience.core.progress import Progress
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.decoding.task_models import task_for
-from lenience.evaluation.quality import values
-from lenience.runs.answers import Answer, Answers, for_task
-from lenience.runs.certificate import (
-    LostAnswer,
-    LostSample,
-    TriedSetting,
-)
+from lenience.runs.answers import Answer, Answers, for_task, own_values
 from lenience.runs.journal import open_run
 from lenience.runs.ledger import Attempt, Ledger
 from lenience.runs.record import describe
@@ -295,7 +294,7 @@ class Calibration:
     def _right(self, samples: Sequence[Sample]) -> float:
         """Return the number of samples that the target answers correctly; an answer that is right
         by degree counts in part."""
-        return float(values(self.task, self.alone(samples)).sum())
+        return float(own_values(self.task, self.alone(samples)).sum())
 
     def _looked_at(self) -> list[Answer]:
         """Return the target's answers that measure its accuracy."""
@@ -323,8 +322,8 @@ class Calibration:
             passed=tried.passed,
             hopeless=tried.futile,
             tokens_per_pass=tokens_per_pass(lenient),
-            accuracy=float(values(self.task, lenient).mean()),
-            target_accuracy=float(values(self.task, self._looked_at()).mean()),
+            accuracy=float(own_values(self.task, lenient).mean()),
+            target_accuracy=float(own_values(self.task, self._looked_at()).mean()),
             tokens_per_second=self.config.speeds.get(str(decoder)),
         )
 

@@ -18,6 +18,14 @@ from lenience.certification.calibration import (
     calibration,
     tokens_per_pass,
 )
+from lenience.certification.certificate import (
+    FILE,
+    Certificate,
+    Certified,
+    TriedSetting,
+    head_paths,
+)
+from lenience.certification.page import write_page
 from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import FUTILITY, fixed_sequence_test
 from lenience.certification.withdrawal import account, as_it_stands, mark
@@ -27,17 +35,8 @@ from lenience.core.protocols import Rule
 from lenience.core.records import Record
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
-from lenience.evaluation.names import setting_name
-from lenience.evaluation.pages import write_certificate
 from lenience.rules.combine import AnyOf
 from lenience.runs.answers import Answer
-from lenience.runs.certificate import (
-    FILE,
-    Certificate,
-    Certified,
-    TriedSetting,
-    head_paths,
-)
 from lenience.runs.record import mined_first
 from lenience.runs.uses import fitted_in, group_of
 from lenience.tasks import Task
@@ -94,7 +93,7 @@ def certify(
 ) -> Certificate:
     """Find the most lenient of the rules' settings whose loss is at most `max_drop` with the given
     confidence, if any, and write the certificate to the run folder, see
-    `lenience.runs.certificate`.
+    `lenience.certification.certificate`.
 
     Learn-then-Test (Angelopoulos 2021): each rule's settings are tested from strict to lenient
     until one does not pass, each on growing batches of prompts. If several rules pass, the one with
@@ -117,7 +116,7 @@ def certify(
         with on.ledger.held():
             made = as_it_stands(on.ledger, made)
             saved = save(folder, made)
-            write_certificate(saved.with_suffix(".html"), made)
+            write_page(saved.with_suffix(".html"), made)
             mark(on.ledger, folder)
     return made
 
@@ -310,7 +309,7 @@ def _procedure(on: Calibration) -> str:
 def _reason(config: CertifyConfig, row: TriedSetting) -> str:
     """Return the reason why nothing is certified."""
     rate = row.losses / row.n
-    strictest = f"the strictest setting, {setting_name(row)}"
+    strictest = f"the strictest setting, {row.shown_name}"
     if row.hopeless and _too_high(config, row):
         return f"the loss is too high: already {strictest}, lost {rate:.2%} of {row.n} prompts"
     more = (

@@ -17,6 +17,9 @@ from pathlib import Path
 from pydantic import Field
 
 from lenience.certification.calibration import check_question, warn_of_too_few
+from lenience.certification.certificate import (
+    Certificate,
+)
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.certification.races import Budget, Race, RaceResult, Turns, heats_of
@@ -27,17 +30,14 @@ from lenience.core.progress import Progress, silent
 from lenience.core.protocols import Rule
 from lenience.core.records import Record
 from lenience.decoding.decoder import Decoder
+from lenience.decoding.machine import machine
 from lenience.decoding.pair import Pair
 from lenience.decoding.task_models import task_for
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.eagle import Eagle
 from lenience.drafting.heads import Blockwise, Medusa
 from lenience.drafting.registry import DRAFTERS
-from lenience.evaluation.table import machine
 from lenience.runs.answers import for_task
-from lenience.runs.certificate import (
-    Certificate,
-)
 from lenience.runs.ledger import Ledger
 from lenience.runs.uses import Draw, aligned, check_prompts
 from lenience.tasks import Sample, Task

@@ -7,9 +7,9 @@ from pathlib import Path
 from scipy.stats import binom
 
 from lenience.certification.calibration import Calibration
+from lenience.certification.certificate import FILE, Certificate, TriedSetting
+from lenience.certification.page import write_page
 from lenience.core.files import digest, read_json, write_json
-from lenience.evaluation.pages import write_certificate
-from lenience.runs.certificate import FILE, Certificate, TriedSetting
 from lenience.runs.ledger import Ledger, Outcome
 
 
@@ -48,7 +48,7 @@ def mark(ledger: Ledger, folder: Path) -> None:
             made = Certificate.read(read_json(path), str(path))
             stands = as_it_stands(ledger, made)
             if stands.withdrawn != made.withdrawn:
-                write_certificate(path.with_suffix(".html"), stands)
+                write_page(path.with_suffix(".html"), stands)
                 write_json(path, stands.to_json())
 
 

@@ -92,7 +92,7 @@ def models_for(
     options: Mapping[str, Any], run: Path | None, models: Models | None
 ) -> Models:
     """Return the named models, or else those of `run`, or of the run in a rule "certified:RUN"."""
-    from lenience.runs.certificate import is_certified, run_of
+    from lenience.certification.certificate import is_certified, run_of
 
     models = models or Models()
     if run is not None:

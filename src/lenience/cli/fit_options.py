@@ -323,8 +323,8 @@ class FitFlags:
             raise InputError(f"--tau {self.tau:g}: needs --gate, and a number above 0")
 
     def _check_of(self, rule: str) -> None:
+        from lenience.certification.certificate import refuse_certified
         from lenience.rules.baselines import BASELINES
-        from lenience.runs.certificate import refuse_certified
 
         if not self.stop:
             raise InputError(

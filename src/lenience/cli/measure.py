@@ -90,8 +90,8 @@ def compare(
 
 
 def _write_report(out: Path, frontier: Frontier) -> None:
+    from lenience.core.figures import no_figures
     from lenience.evaluation.pages import write_report
-    from lenience.evaluation.plots import no_figures
 
     report = out / "report.html"
     write_json(out / "frontier.json", frontier.to_json())
@@ -298,7 +298,7 @@ def audit(
         such files.
     """
     from lenience.certification.audit import AuditConfig, read_logs
-    from lenience.runs.certificate import read_certificate
+    from lenience.certification.certificate import read_certificate
     from lenience.tasks import JsonlTask
     from lenience.tasks.rows import USUAL_FIELDS
 

@@ -113,7 +113,7 @@ def serve(
         Run folder whose models are used unless flags name others. certified:RUN implies it.
     """
     _check_installed()
-    from lenience.runs.certificate import is_certified
+    from lenience.certification.certificate import is_certified
     from lenience.serving.dial import holding_certificate
 
     server = server or ServerFlags()

@@ -28,6 +28,7 @@ from lenience.cli.tables import (
 
 if TYPE_CHECKING:
     from lenience.certification.audit import AuditConfig, LivePrompt, State
+    from lenience.certification.certificate import Certificate
     from lenience.certification.certify import Plan
     from lenience.certification.question import CertifyConfig
     from lenience.certification.tune import TuneConfig, Tuned
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from lenience.mining.forecast import Forecast
     from lenience.mining.search import MineConfig, MinedCounts
     from lenience.models.prompts import Prompt
-    from lenience.runs.certificate import Certificate
     from lenience.tasks import Task
     from lenience.training.acceptance import TreeSampling
     from lenience.training.skipping import Skipped

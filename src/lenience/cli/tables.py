@@ -17,6 +17,7 @@ from lenience.cli.console import counted, duration, say, screen, wide
 
 if TYPE_CHECKING:
     from lenience.certification.audit import Audit, State
+    from lenience.certification.certificate import Certificate
     from lenience.certification.certify import Plan
     from lenience.certification.speeds import Timed
     from lenience.certification.tune import Races, Tuned
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from lenience.heads.head import Head
     from lenience.mining.forecast import Forecast
     from lenience.mining.search import MinedCounts
-    from lenience.runs.certificate import Certificate
     from lenience.tasks import Task
     from lenience.training.skipping import Skipped
 
@@ -61,7 +61,6 @@ PARTS = {
 
 def print_certificate(run: Path, certificate: Certificate) -> None:
     """Print the tested settings and the certificate."""
-    from lenience.evaluation.names import setting_name
     from lenience.rules.baselines import is_baseline
 
     loss = certificate.loss
@@ -80,7 +79,7 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
         ]
         cells.append("–" if is_server else f"{row.tokens_per_pass:.2f}")
         verdict = row.verdict(certificate.max_drop)
-        table.add_row(escape(setting_name(row)), *cells, verdict)
+        table.add_row(escape(row.shown_name), *cells, verdict)
     wide(100).print(table)
     if certificate.grading:
         say(graded(certificate.grading))
@@ -113,7 +112,7 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
 
 def _say_why_not(run: Path, certificate: Certificate) -> None:
     """Print why nothing is certified, and the earlier certificate that the run still has."""
-    from lenience.runs.certificate import read_certificate
+    from lenience.certification.certificate import read_certificate
 
     more = ""
     if certificate.needed:
@@ -221,15 +220,14 @@ def _turns(timed: Timed, batch_size: int) -> str:
 
 
 def _rule_name(decoder: Decoder) -> str:
-    from lenience.evaluation.names import short
+    from lenience.rules.names import short_name
 
-    return "the target alone" if decoder.window == 0 else short(str(decoder.rule))
+    return "the target alone" if decoder.window == 0 else short_name(str(decoder.rule))
 
 
 def gained(tuned: Tuned) -> str:
     """Return a sentence with the gain of the tuned setting, its loss, and the uncertainty."""
     from lenience.decoding.options import Options
-    from lenience.evaluation.names import setting_name
 
     certificate = tuned.certificate
     speeds = tuned.speeds
@@ -245,7 +243,7 @@ def gained(tuned: Tuned) -> str:
     ratios = " and ".join(f"{times} {name}" for name, times in over.items())
     over_turns = _turns(speeds.certified, speeds.batch_size)
     told = (
-        f"{setting_name(best)} at a window of {best.window} makes {speed}: {ratios} "
+        f"{best.shown_name} at a window of {best.window} makes {speed}: {ratios} "
         f"(95 % over {over_turns}), at a loss of at most "
         f"{certificate.max_drop:.2%} "
         f"with {certificate.confidence:.0%} confidence"
@@ -264,7 +262,7 @@ def gained(tuned: Tuned) -> str:
 
 def print_plan(plan: Plan) -> None:
     """Print the estimated cost of certificates."""
-    from lenience.evaluation.names import short
+    from lenience.rules.names import short_name
 
     title = f"to bound the loss by {plan.max_drop:.2%} with confidence {plan.confidence:.0%}"
     table = Table("setting", title=title)
@@ -275,7 +273,7 @@ def print_plan(plan: Plan) -> None:
         cells = [f"{row.pilot_loss:.2%}", f"{row.tokens_per_pass:.2f}"]
         for number in (row.prompts, row.target_passes, row.minutes):
             cells.append("–" if number is None else f"{number:g}")
-        table.add_row(escape(short(row.rule)), *cells)
+        table.add_row(escape(short_name(row.rule)), *cells)
     wide(100).print(table)
     least = f"a setting that never loses anything takes {plan.least} prompts"
     say(f"{least}; –: cannot be certified within --horizon")
@@ -514,9 +512,9 @@ def print_thresholds(head: Head, folder: Path) -> None:
 
 
 def _print_judge(head: Head, folder: Path) -> None:
-    from lenience.evaluation.names import bound_text
     from lenience.heads.scores import TELLING
     from lenience.rules.judge import Judge
+    from lenience.rules.names import bound_text
 
     columns = (
         "recall of important",
@@ -681,7 +679,7 @@ def _print_stop(head: Head, folder: Path) -> None:
 
 def _print_gate(head: Head, folder: Path) -> None:
     from lenience.drafting.stops import Gate
-    from lenience.evaluation.names import probability
+    from lenience.rules.names import probability
 
     tau = head.metrics["tau"]
     tokens = head.metrics["mismatches"]

@@ -19,6 +19,7 @@ from lenience.core.protocols import Rule, TrainedPart
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import (
     OWN,
+    WHOLE_DECODERS,
     Options,
     PlainOptions,
     bound_names,
@@ -38,9 +39,6 @@ from lenience.rules.combine import AnyOf, as_rule
 from lenience.rules.parsing import parse_rule
 from lenience.rules.strict import Exact
 
-RESOLVERS = {"certified": "lenience.runs.certificate"}
-"""Modules by the NAME of a rule `NAME:…`; their `resolve` makes a decoder of options with such a
-rule."""
 SPECS = ("rule", "drafter", "tree", "stop")
 """Options that are given as specs."""
 
@@ -48,7 +46,7 @@ SPECS = ("rule", "drafter", "tree", "stop")
 def _resolver(rule: object) -> str | None:
     """Return the module that makes a decoder of a rule `NAME:…`; None for other rules."""
     name, colon, _ = rule.partition(":") if isinstance(rule, str) else ("", "", "")
-    return RESOLVERS.get(name) if colon else None
+    return WHOLE_DECODERS.get(name) if colon else None
 
 
 class DecoderOptions(TypedDict, total=False):
@@ -315,6 +313,15 @@ def read_rule(rule: object) -> Rule:
     if isinstance(rule, Baseline):
         return rule
     return Baseline(str(rule)) if is_baseline(rule) else parse_rule(cast(Any, rule))
+
+
+def relocated_options(
+    options: Mapping[str, Any], path: Callable[[str], str]
+) -> dict[str, Any]:
+    """Return options with the heads of the stop condition and the drafter at other paths."""
+    named = {name: options[name] for name in ("stop", "drafter") if name in options}
+    relocated = Decoder.of({"rule": "exact", **named}).relocated(path).to_json()
+    return {**options, **{name: relocated[name] for name in named}}
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

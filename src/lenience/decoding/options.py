@@ -23,6 +23,9 @@ from lenience.core.errors import InputError
 
 OWN = "lenience"
 """Name of lenience's own decoding loop, the default engine."""
+WHOLE_DECODERS: dict[str, str] = {}
+"""Modules by the NAME of a rule `NAME:…` that stands for a whole decoder. The `resolve` of a module
+makes the decoder of options with such a rule. `lenience/__init__.py` registers the modules."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from lenience.certification.certificate import FILE, Certificate, read_certificate
 from lenience.core.errors import InputError
 from lenience.core.hub import PREFIX, upload
 from lenience.evaluation.pages import template
 from lenience.heads.head import Head, Role, load_head
-from lenience.runs.certificate import FILE, Certificate, read_certificate
 from lenience.runs.record import RunRecord, read_run
 
 DOES: dict[Role, str] = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lenience.certification.certificate import refuse_certified
 from lenience.core.errors import InputError
 from lenience.core.files import alone, built_in, digest, read_json, write_json
 from lenience.core.progress import Progress, silent
@@ -20,6 +21,7 @@ from lenience.core.protocols import TrainedPart
 from lenience.decoding.checks import share_vocabulary
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.generation import Generation
+from lenience.decoding.machine import machine
 from lenience.decoding.options import given_options
 from lenience.decoding.pair import Pair
 from lenience.decoding.task_models import task_for
@@ -30,13 +32,11 @@ from lenience.evaluation.table import (
     Example,
     Frontier,
     allocation,
-    machine,
     table,
 )
 from lenience.rules.baselines import BASELINES, is_baseline, served
 from lenience.rules.settings import expand
 from lenience.runs.answers import Answer, Answers, for_task
-from lenience.runs.certificate import refuse_certified
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.ledger import Ledger
 from lenience.runs.record import describe

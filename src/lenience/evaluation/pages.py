@@ -1,4 +1,4 @@
-"""The report of a comparison and the page of a certificate, each a self-contained HTML page."""
+"""The report of a comparison, a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 
 from jinja2 import Template
 
+from lenience.certification.certificate import Certificate, Certified
+from lenience.certification.page import tested_settings
+from lenience.core.figures import as_svg, no_figures
 from lenience.core.files import write_text
 from lenience.core.templates import ORIGINS, read_template
 from lenience.evaluation.advice import recommended
-from lenience.evaluation.names import NamedRow, alike, named, setting_name, short, why
-from lenience.evaluation.plots import as_svg, no_figures, plot, rungs
+from lenience.evaluation.names import NamedRow, alike, named, why
+from lenience.evaluation.plots import plot
 from lenience.evaluation.table import Example, Frontier
 from lenience.rules.parsing import terms
 from lenience.runs.answers import Answer
-from lenience.runs.certificate import Certificate, Certified
 
 FIGURES = (
     "accuracy", "paired_loss", "tokens_per_pass", "tokens_per_second", "seconds_per_correct",
@@ -50,22 +52,9 @@ class ShownAnswer:
         return as_text(self.sample.prompt)
 
 
-def write_certificate(path: Path, certificate: Certificate) -> None:
-    """Write a certificate's HTML page."""
-    page = template("certificate.html").render(
-        made=certificate, rungs=_rungs(certificate)
-    )
-    write_text(path, page)
-
-
-def _rungs(certificate: Certificate) -> str:
-    """Return the figure of a certificate's tested settings, or the reason why there is none."""
-    return no_figures() or as_svg(rungs(certificate))
-
-
 def template(name: str) -> Template:
     """Return a page template of the package, with the filters that reports use."""
-    return read_template(name, short=short, setting=setting_name, why=why)
+    return read_template(name, why=why)
 
 
 def example(
@@ -156,7 +145,7 @@ def write_report(
         frontier=frontier,
         rows=named(frontier.rows),
         certificate=certificate,
-        rungs=_rungs(certificate) if certificate else "",
+        rungs=tested_settings(certificate) if certificate else "",
         plot=drawn,
         narrow=narrow,
         example=example(frontier, certified),

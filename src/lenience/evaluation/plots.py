@@ -1,17 +1,15 @@
-"""The figures of comparisons and certificates."""
+"""The figures of a comparison."""
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
-from lenience.evaluation.names import NamedRow, alike, named, setting_name, why
+from lenience.certification.certificate import Certified
+from lenience.core.figures import Label, draw_labels
+from lenience.evaluation.names import NamedRow, alike, named, why
 from lenience.evaluation.table import AllocationPoint, Frontier
-from lenience.runs.certificate import Certificate, Certified
 
 COLORS = {
     "target": "#6b7280",
@@ -37,36 +35,8 @@ AXES = (
     ("seconds_per_correct", "seconds per right answer (fewer is better)"),
 )
 TICKS = (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
-LABEL_HEIGHT = 9
-CHARACTER_WIDTH = 4
-"""Approximate width of a label's character, in points; LABEL_HEIGHT is its height."""
-LABEL_STEPS = 14
-"""Number of label heights that a label may be moved from its mark."""
-NEAR = 3
-"""Distance in points that another mark must have from a label."""
-_Place = tuple[float, float, float]
-"""Left edge, bottom edge and width of a label, in points."""
 Numbered = list[tuple[int, NamedRow]]
 """Rows with their numbers in the table."""
-
-
-@dataclass(frozen=True)
-class _Label:
-    x: float
-    y: float
-    text: str
-    color: str
-    first: bool
-    """True if the label is placed first, as there may be no room for all."""
-
-
-def no_figures() -> str:
-    """Return the reason why pages have no figures, with the fix; "" if they have figures."""
-    return (
-        ""
-        if find_spec("matplotlib")
-        else "without figures: pip install 'lenience[plots]'"
-    )
 
 
 def plot(
@@ -104,7 +74,7 @@ def plot(
     _add_legend(figure, axes, columns=3 if narrow else 9)
     figure.draw_without_rendering()  # so that data coordinates map to pixels
     for axis, of_axis in zip(axes, labels):
-        _draw_labels(axis, of_axis)
+        draw_labels(axis, of_axis)
     return figure
 
 
@@ -161,65 +131,6 @@ def _scale_accuracy(axis: Any, rows: Sequence[NamedRow], measure: str) -> None:
     axis.set_ylabel("right answers, %" if measure == "accuracy" else f"{measure}, %")
 
 
-def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
-    """Label the marks, each as near to its mark as there is room."""
-    points = 72 / axis.figure.dpi
-    left, bottom, right, top = axis.get_window_extent().extents * points
-    marks = [axis.transData.transform((label.x, label.y)) * points for label in labels]
-    taken = list[_Place]()
-    for label in sorted(labels, key=lambda label: not label.first):
-        x, y = axis.transData.transform((label.x, label.y)) * points
-        width = CHARACTER_WIDTH * len(label.text)
-        places = [(x + dx, y + dy, width) for dx, dy in _shifts(width)]
-        inside = [
-            place
-            for place in places
-            if left <= place[0] <= right - width
-            and bottom <= place[1] <= top - LABEL_HEIGHT
-        ]
-        place = min(inside or places, key=lambda place: _covered(place, taken, marks))
-        taken.append(place)
-        shown = axis.annotate(
-            label.text,
-            (label.x, label.y),
-            fontsize=7,
-            color=label.color,
-            xytext=(place[0] - x, place[1] - y),
-            textcoords="offset points",
-            arrowprops={
-                "arrowstyle": "-",
-                "color": label.color,
-                "alpha": 0.4,
-                "linewidth": 0.5,
-            },
-        )
-        shown.set_in_layout(False)  # a long label would squeeze the axes
-
-
-def _shifts(width: float) -> list[tuple[float, float]]:
-    """Return the possible offsets of a label from its mark, in points, the nearest first."""
-    steps = []
-    for step in range(LABEL_STEPS):
-        for sign in (1, -1) if step else (1,):
-            steps.append(sign * step)
-    return [(x, 4 + LABEL_HEIGHT * step) for step in steps for x in (4, -4 - width)]
-
-
-def _covered(place: _Place, taken: Sequence[_Place], marks: Sequence[Any]) -> int:
-    """Return the number of labels and marks that a label at `place` would cover."""
-    left, bottom, width = place
-    labels = sum(
-        left < x + its_width and x < left + width and abs(bottom - y) < LABEL_HEIGHT
-        for x, y, its_width in taken
-    )
-    near = sum(
-        left - NEAR < x < left + width + NEAR
-        and bottom - NEAR < y < bottom + LABEL_HEIGHT
-        for x, y in marks
-    )
-    return labels + near
-
-
 def _draw_ring(
     axis: Any, key: str, rows: Numbered, certified: Certified | None
 ) -> None:
@@ -261,7 +172,7 @@ def _inside(share: float, n: int) -> float:
 
 def _draw_marks(
     axis: Any, number: int, rows: Numbered, colors: dict[str, str]
-) -> list[_Label]:
+) -> list[Label]:
     """Draw the marks of one axis, with a line for each family, and return their labels."""
     key = AXES[number][0]
     groups: dict[tuple[str, bool], Numbered] = {}
@@ -292,7 +203,7 @@ def _draw_marks(
             text = _text(row, without=family if len(group) > 1 else "")
             # names without arguments, such as judges and baselines, are labelled first
             first = ":" not in row.name and "," not in row.name
-            labels.append(_Label(x, y, text, color, first))
+            labels.append(Label(x, y, text, color, first))
     return labels
 
 
@@ -317,42 +228,3 @@ def _draw_line(
         axis.fill_between(x, low, high, color=color, alpha=0.06, linewidth=0)
     axis.vlines(x, low, high, color=color, alpha=0.25, linewidth=1)
     axis.plot(x, y, color=color, linewidth=1.1, linestyle=":" if other_window else "-")
-
-
-def rungs(certificate: Certificate) -> Any:
-    """Return a certificate's tested settings as a matplotlib figure: the observed loss and its
-    bound against tokens per pass."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    axes = figure.subplots()
-    labels = list[_Label]()
-    for row in certificate.tried:
-        color = "#059669" if row.passed else "#dc2626"
-        x = row.tokens_per_pass
-        low = 100 * row.losses / row.n
-        high = 100 * row.upper_bound
-        axes.plot([x, x], [low, high], color=color, linewidth=1)
-        axes.plot(x, low, "o", color=color, markersize=5)
-        axes.plot(x, high, marker="_", color=color, markersize=12, markeredgewidth=2)
-        labels.append(_Label(x, high, setting_name(row), color, first=row.passed))
-    limit = 100 * certificate.max_drop
-    axes.axhline(limit, color="#6b7280", linestyle="--", linewidth=1)
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(min(0, bottom), max(2.2 * limit, min(top, 100)))
-    axes.set_xlabel("tokens per pass of the target")
-    axes.set_ylabel("loss, %: seen, and its bound")
-    axes.margins(x=0.12)
-    axes.grid(alpha=0.25, linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.draw_without_rendering()  # so that data coordinates map to pixels
-    _draw_labels(axes, labels)
-    return figure
-
-
-def as_svg(figure: Any) -> str:
-    """Return a figure as inline SVG."""
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :]

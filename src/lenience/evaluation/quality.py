@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lenience.runs.answers import Answer
+from lenience.runs.answers import Answer, own_values
 from lenience.tasks import Sample, Task
 
 if TYPE_CHECKING:
@@ -39,22 +39,15 @@ def qualities(
 ) -> list[Quality]:
     """Return the quality of each setting's answers; `target` is the index of the target's own.
     Without a task, answers are right or wrong."""
-    own = values(task, answers[target])
+    own = own_values(task, answers[target])
     found = []
     for given in answers:
-        of_each = values(task, given)
+        of_each = own_values(task, given)
         lost = np.maximum(0, own - of_each)
         gained = np.maximum(0, of_each - own)
         counts = task is None or not task.by_degree
         found.append(Quality(of_each, lost, gained, _verdicts(given), counts))
     return found
-
-
-def values(task: Task | None, answers: Sequence[Answer]) -> NDArray:
-    """Return the quality [n] of answers by themselves, each in [0, 1]."""
-    if task is not None and task.by_degree:
-        return np.array([1 - (answer.loss or 0.0) for answer in answers])
-    return np.array([float(answer.correct) for answer in answers])
 
 
 def beside_target(

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
 from scipy.stats import binomtest
 
 from lenience.core.records import Record
 from lenience.decoding.decoder import Decoder
-from lenience.decoding.options import OWN
-from lenience.decoding.pair import Pair
 from lenience.evaluation.quality import Quality, qualities
 from lenience.rules.baselines import BASELINES
 from lenience.runs.answers import Answer
@@ -335,30 +330,3 @@ def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[st
         name: float(above.sum() / below.sum()),
         f"{name}_interval": (float(low), float(high)),
     }
-
-
-def machine(pair: Pair) -> str:
-    """Return a description of the machine and the engine."""
-    # other engines load the checkpoints themselves, on their own device
-    own = pair.engine_name == OWN
-    if pair.target.device.type == "cuda" or (not own and torch.cuda.is_available()):
-        name = torch.cuda.get_device_name(None if not own else pair.target.device)
-        engine = "recorded passes" if pair.compiled else ""
-    else:
-        name = f"{processor()}, {os.cpu_count()} cores, {platform.system()}"
-        engine = (
-            "ONNX Runtime"
-            if pair.compiled
-            else f"torch, {torch.get_num_threads()} threads"
-        )
-    engine = engine if own else pair.engine_setup
-    return f"{name}, {engine}" if engine else name
-
-
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            models = (line for line in file if line.startswith("model name"))
-            return next(models).split(":")[1].strip()
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

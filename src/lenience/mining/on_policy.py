@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lenience.certification.certificate import refuse_certified
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
@@ -19,7 +20,6 @@ from lenience.drafting.stops import Fixed
 from lenience.models.generation_config import processors_of
 from lenience.models.session import Session
 from lenience.runs.answers import BY_LENIENCE
-from lenience.runs.certificate import refuse_certified
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost, Mismatch
 from lenience.tasks import Sample, Task
 

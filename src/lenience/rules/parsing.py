@@ -47,6 +47,12 @@ def _part(text: str) -> AllOf:
     return AllOf(tuple(terms))
 
 
+def parts(rule: str) -> tuple[AllOf, ...]:
+    """Return the alternatives of a rule's spec; none for a baseline. Raises InputError as
+    `parse_spec` does."""
+    return () if is_baseline(rule) else parse_spec(rule).parts
+
+
 def terms(rule: str) -> tuple[Term, ...]:
     """Return the terms of a rule's spec; none for a baseline. Raises InputError as `parse_spec`
     does."""

@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
@@ -22,6 +24,9 @@ from lenience.models.flops import ReadingCost
 from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Score, Task
 from lenience.tasks.base import AnswerValue
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 BY_LENIENCE = ("draft-lenient", "draft-trusted")
 """Origins of tokens that the target might not have chosen."""
@@ -213,6 +218,14 @@ class Answers:
     def _add(self, answer: Answer) -> None:
         self.journal.write(answer.to_json())
         self._keep(answer)
+
+
+def own_values(task: Task | None, answers: Sequence[Answer]) -> NDArray:
+    """Return the quality [n] of answers by themselves, each in [0, 1]. Without a task, answers are
+    right or wrong."""
+    if task is not None and task.by_degree:
+        return np.array([1 - (answer.loss or 0.0) for answer in answers])
+    return np.array([float(answer.correct) for answer in answers])
 
 
 def reading_flops(pair: Pair, out: Generation) -> tuple[float, float] | None:

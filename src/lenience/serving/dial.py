@@ -7,12 +7,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lenience.certification.certificate import Certificate, read_certificate, run_of
 from lenience.core.errors import InputError
 from lenience.rules.base import Term
 from lenience.rules.combine import AnyOf
 from lenience.rules.lossless import is_lossless, refuse_forbidden
 from lenience.rules.parsing import parse_spec
-from lenience.runs.certificate import Certificate, read_certificate, run_of
 
 KEY = "lenience"
 """Key of the dial in a request."""

@@ -16,6 +16,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from lenience.certification.certificate import narrowed
 from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.decoding.decoder import Decoder
@@ -23,7 +24,6 @@ from lenience.decoding.pair import SEED_BITS, Pair
 from lenience.rules.combine import AnyOf, as_rule
 from lenience.rules.lossless import is_lossless
 from lenience.rules.strict import Exact
-from lenience.runs.certificate import narrowed
 from lenience.serving.batch import Job, RuleOfRow, RunningBatch
 from lenience.serving.dial import Dial, certified_rule, holding_certificate, shown
 from lenience.serving.worker import DecodingThread, Lane

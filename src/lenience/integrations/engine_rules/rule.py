@@ -10,13 +10,13 @@ from functools import lru_cache
 
 from pydantic import Field
 
+from lenience.certification.certificate import is_certified
 from lenience.core.errors import InputError
 from lenience.core.records import Record
 from lenience.rules.combine import AnyOf
 from lenience.rules.lossless import refuse_forbidden
 from lenience.rules.parsing import parse_spec
 from lenience.rules.strict import Exact, Speculative
-from lenience.runs.certificate import is_certified
 from lenience.serving.dial import (
     ANY,
     KEY,

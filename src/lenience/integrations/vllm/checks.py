@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lenience.certification.certificate import Certificate
 from lenience.core.errors import InputError
 from lenience.core.needs import Parts
 from lenience.core.protocols import Rule
@@ -31,7 +32,6 @@ from lenience.integrations.vllm.drafters import (
 )
 from lenience.models.vocabulary import FILE as DRAFT_VOCABULARY
 from lenience.rules.combine import AnyOf
-from lenience.runs.certificate import Certificate
 
 SUPPORTED_VERSIONS = ("0.32", "0.33")
 """Supported versions of vLLM, whose sources were read; tests run on 0.32."""

@@ -15,8 +15,9 @@ from lenience.core.errors import InputError
 from lenience.core.files import built_in, read_json
 from lenience.core.hub import is_on_hub
 from lenience.core.records import Record
-from lenience.decoding.decoder import Binding, Decoder, Ends
+from lenience.decoding.decoder import Binding, Decoder, Ends, relocated_options
 from lenience.decoding.options import bound_names
+from lenience.rules.names import short_name
 from lenience.tasks.base import AnswerValue
 
 PREFIX = "certified:"
@@ -100,6 +101,13 @@ class TriedSetting(Record):
         if not self.hopeless:
             return "does not pass"
         return "too few prompts" if self.losses <= max_drop * self.n else "given up"
+
+    @property
+    def shown_name(self) -> str:
+        """Return the name of the setting, without its window."""
+        options = relocated_options(self.options, lambda path: Path(path).name)
+        further = [f"{name} {value}" for name, value in options.items()]
+        return ", ".join([short_name(self.rule), *further])
 
     @property
     def shown_window(self) -> str:
