@@ -316,7 +316,7 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(sys.modules, "repeating", sys.modules[__name__])
     exec(EXAMPLES["src/lenience/drafting/repeat.py"], namespace)
     drafter: type[DrafterSpec] = namespace["Repeat"]
-    assert Parts.PROBS not in drafter().offers and not drafter.needs_draft
+    assert Parts.PROBS not in drafter().offers and not drafter().needs_draft
     monkeypatch.setitem(DRAFTERS, "repeat", drafter)
     return "repeat"
 

@@ -246,6 +246,8 @@ REFUSED = {
     "skip:1,1": "each once",
     "ngram>suffix": "suffix runs no model",
     "model>model": "model cannot draft for another drafter",
+    "mtp>model": "mtp cannot draft for another drafter",
+    "model:2+mtp": "mtp drafts from the target's own states only",
     "ngram+model": r"Write ngram:4\+model",
     "ngram:0+model": "name 1 or more",
     "ngram:1+suffix:1+model": "combines two drafters",
@@ -263,7 +265,9 @@ def test_stops_end_windows_of_one_drafter(llama: Pair) -> None:
     with pytest.raises(InputError, match="a stop condition can end, and drafter"):
         llama.generate("w1", drafter="ngram>model", stop="heuristic")
     for drafter in ("ngram>model", "model:2+ngram"):
-        with pytest.raises(InputError, match="proposes chains"):
+        with pytest.raises(
+            InputError, match="tree dynamic:4: needs trees, and drafter"
+        ):
             llama.generate("w1", drafter=drafter, tree="dynamic:4")
 
 

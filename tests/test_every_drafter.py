@@ -19,6 +19,7 @@ from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
+from lenience.core.needs import Sources
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
 from lenience.decoding.loading import load_pair
@@ -138,7 +139,7 @@ def test_every_drafter_serves(llama: Pair, folder: Path, spec: str) -> None:
             iter([[5, 6, 7, 9]]), llama.target.tokenizer_fingerprint, folder / "store"
         )
     drafter = spec.format(folder=folder)
-    remembers = parse_drafter(drafter).remembers
+    remembers = Sources.EARLIER_ANSWERS in parse_drafter(drafter).needs
     for tree in ("chain", *SPECS[spec][:1]):
         options = {"drafter": drafter, "tree": tree, "window": 4}
         serves_as_alone(llama, options, "exact" if remembers else "topk:3")

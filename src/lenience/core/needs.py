@@ -1,4 +1,5 @@
-"""Parts of a window that rules and stop conditions need, and that drafters and trees offer."""
+"""Parts of a window that rules and stop conditions need, and that drafters and trees offer; what
+drafters read."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ class Parts(Flag):
     DRAWS = auto()
     KEPT_WHOLE = auto()
     EARLY_ENDS = auto()
+    TREES = auto()
+    OWN_TEMPERATURE = auto()
 
     def __str__(self) -> str:
         return ", ".join(_NAMES[part] for part in self)
@@ -34,7 +37,24 @@ _NAMES = {
     Parts.DRAWS: "drawn tokens",
     Parts.KEPT_WHOLE: "windows that can be kept whole",
     Parts.EARLY_ENDS: "windows that a stop condition can end",
+    Parts.TREES: "trees",
+    Parts.OWN_TEMPERATURE: "tokens of one model at a temperature of its own",
 }
+
+
+class Sources(Flag):
+    """What a drafter reads besides the tokens of its row."""
+
+    NOTHING = 0
+    DRAFT_MODEL = auto()
+    """The pair's draft model."""
+    LAST_STATES = auto()
+    """The target's last states."""
+    LAYER_STATES = auto()
+    """States of layers that the drafter names in `features`."""
+    EARLIER_ANSWERS = auto()
+    """Answers to other prompts, on which proposals then depend."""
+    STATES = LAST_STATES | LAYER_STATES
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from lenience.core.errors import InputError
-from lenience.core.needs import Parts, check_offered
+from lenience.core.needs import Parts, Sources, check_offered
 from lenience.decoding.decoder import Decoder
 from lenience.drafting.model import DraftModel
 from lenience.drafting.trees.shapes import LARGEST
@@ -16,6 +16,10 @@ from lenience.models.session import check_trees
 from lenience.models.translation import shares_vocabulary
 from lenience.rules.baselines import served
 from lenience.rules.lossless import is_lossless, refuse_forbidden, refuse_lossy
+
+TRANSLATED = (
+    "the draft has another tokenizer than the target, and its tokens are translated"
+)
 
 
 def draft_of(models: Mapping[str, LM], what: str) -> LM:
@@ -42,114 +46,115 @@ def check_decoder(
     stop condition or drafter is not for these models or this temperature."""
     if decoder.alone == "draft":
         draft_of(models, "rule draft")
-    if not share_vocabulary(models):
-        _check_translated(decoder)
+        if not share_vocabulary(models):
+            raise InputError(f"rule draft: {TRANSLATED}; take rule target or exact")
     if served(decoder.rule) is not None:
         raise InputError(
             f"rule {decoder.rule}: is a server's; name it with --reference and --candidate"
         )
     if decoder.proposer is not None:
-        _check_together(decoder, models, fingerprints)
+        _check_rule(decoder)
+        _check_drafter(decoder, models, fingerprints)
+        _check_offered(decoder, models)
+        if decoder.branches:
+            _check_tree(decoder, models)
     _check_fit(decoder, models, fingerprints)
 
 
-def _check_translated(decoder: Decoder) -> None:
-    """Raise InputError for what a draft of another tokenizer cannot do: answer alone, propose trees
-    or with another drafter, or give its states or chances."""
-    what = (
-        "the draft has another tokenizer than the target, and its tokens are translated"
-    )
-    if decoder.alone == "draft":
-        raise InputError(f"rule draft: {what}; take rule target or exact")
-    drafter = decoder.proposer
-    if drafter is None or not drafter.needs_draft:
-        return
-    if not isinstance(drafter, DraftModel):
-        raise InputError(f"drafter {drafter}: {what}; take --drafter model or ngram")
-    if decoder.draft_temperature is not None:
-        raise InputError(f"draft_temperature: {what}; leave it out")
-    if decoder.branches:
-        raise InputError(f"tree {decoder.tree}: {what}; take --tree chain")
-    lacking = Parts.STATES | Parts.CHANCES
-    lacking |= Parts.PROBS if decoder.temperature == 0 else Parts.NOTHING
-    for who, needed in (
-        (f"rule {decoder.rule}", decoder.rule.needs.window),
-        (f"stop {decoder.stop}", decoder.stop.needs),
-    ):
-        if needed & lacking:
-            raise InputError(
-                f"{who}: needs {needed & lacking}, and {what}; take a draft of the target's family"
-            )
-
-
-def _check_together(
-    decoder: Decoder,
-    models: Mapping[str, LM],
-    fingerprints: Callable[[], Mapping[str, str]],
-) -> None:
-    """Raise InputError if the rule, the drafter, the tree and the temperature do not fit
-    together."""
+def _check_rule(decoder: Decoder) -> None:
+    """Raise InputError if the rule is not for this temperature or for what the drafter reads."""
     rule = decoder.rule
     drafter = decoder.drafter
-    target = models["target"]
     if rule.needs.sampling and decoder.temperature == 0:
         raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
     greedy = decoder.temperature == 0 and is_lossless(rule)
-    if drafter.remembers and not (greedy or str(rule) == "exact"):
+    is_strict = greedy or str(rule) == "exact"
+    if Sources.EARLIER_ANSWERS in drafter.needs and not is_strict:
         raise InputError(
             f"drafter {drafter}: proposes tokens from earlier answers, and answers by "
             f"rule {rule} "
             "depend on the proposals; use rule exact, or another drafter"
         )
+
+
+def _check_drafter(
+    decoder: Decoder,
+    models: Mapping[str, LM],
+    fingerprints: Callable[[], Mapping[str, str]],
+) -> None:
+    """Raise InputError if the models lack what the drafter reads."""
+    drafter = decoder.drafter
+    target = models["target"]
     drafter.check(target, fingerprints)
-    if drafter.reads_last or drafter.features(target):
+    if drafter.needs & Sources.STATES:
         target.check_states()
-    if decoder.keeps_last and drafter.features(target):
+    if decoder.keeps_last and Sources.LAYER_STATES in drafter.needs:
         raise InputError(
             f"drafter {drafter}: reads the target's last states and those of other "
-            f"layers, and rule {rule} "
+            f"layers, and rule {decoder.rule} "
             f"reads those after layers {shown_layers(decoder.layers)}; use a judge of "
             "the last states"
         )
-    if drafter.needs_draft and decoder.window != 0:
+    if not drafter.needs_draft:
+        return
+    if decoder.window != 0:
         draft_of(models, f"drafter {drafter}")
-    _check_offered(decoder)
-    if decoder.draft_temperature is not None and not drafter.drafts_by_model:
+    if not share_vocabulary(models) and not isinstance(drafter, DraftModel):
         raise InputError(
-            f"draft_temperature: needs a model that drafts, and drafter {drafter} has "
-            "none; leave it out"
+            f"drafter {drafter}: {TRANSLATED}; take --drafter model or ngram"
         )
-    if decoder.branches:
-        _check_tree(decoder, models)
 
 
-def _check_offered(decoder: Decoder) -> None:
-    """Raise InputError if the rule or the stop condition needs parts that the windows lack."""
+def _check_offered(decoder: Decoder, models: Mapping[str, LM]) -> None:
+    """Raise InputError if a part of the decoder needs parts of windows that the others do not
+    offer."""
+    needed = {
+        f"rule {decoder.rule}": decoder.rule.needs.window,
+        f"stop {decoder.stop}": decoder.stop.needs,
+    }
+    if decoder.tree_shapes:
+        needed[f"tree {decoder.tree}"] = Parts.TREES
+    if decoder.draft_temperature is not None:
+        needed[f"draft_temperature {decoder.draft_temperature}"] = Parts.OWN_TEMPERATURE
+    for who, parts in needed.items():
+        for giver, offered, mend in _offers(decoder, models):
+            check_offered(who, parts, offered, giver, mend)
+
+
+def _offers(
+    decoder: Decoder, models: Mapping[str, LM]
+) -> Iterator[tuple[str, Parts, str]]:
+    """Yield what limits the parts of windows: its name, the parts that it offers, and what to take
+    instead."""
     drafter = decoder.drafter
-    of_drafter = drafter.offers | Parts.DRAWS | Parts.KEPT_WHOLE
-    of_tree = ~Parts.NOTHING
-    if decoder.branches:  # leaves have no states, and one path is kept
-        of_tree = ~(Parts.STATES | Parts.KEPT_WHOLE)
+    always = Parts.DRAWS | Parts.KEPT_WHOLE
+    yield f"drafter {drafter}", drafter.offers | always, "--drafter model"
+    if decoder.branches:
+        # leaves have no states, and one path is kept
+        lacking = Parts.STATES | Parts.KEPT_WHOLE | Parts.OWN_TEMPERATURE
         if decoder.temperature > 0 and not decoder.verifies_draws:
-            of_tree &= ~Parts.DRAWS
-    mend = "a drafter alone" if decoder.tree.is_chain else "--tree chain"
-    for who, needed in (
-        (f"rule {decoder.rule}", decoder.rule.needs.window),
-        (f"stop {decoder.stop}", decoder.stop.needs),
-    ):
-        check_offered(who, needed, of_drafter, f"drafter {drafter}", "--drafter model")
-        check_offered(who, needed, of_tree, "a tree", mend)
+            lacking |= Parts.DRAWS
+        mend = "a drafter alone" if decoder.tree.is_chain else "--tree chain"
+        yield "a tree", ~lacking, mend
+    if drafter.needs_draft and not share_vocabulary(models):
+        offered = Parts.EARLY_ENDS | always
+        if decoder.temperature > 0:
+            offered |= Parts.PROBS
+        yield (
+            "a draft with another tokenizer",
+            offered,
+            "a draft of the target's family",
+        )
 
 
 def _check_tree(decoder: Decoder, models: Mapping[str, LM]) -> None:
-    """Raise InputError if the drafter cannot propose the tree or a model cannot run on trees."""
+    """Raise InputError if the drafter cannot propose this tree or a model cannot run on trees."""
     drafter = decoder.drafter
     tree = decoder.tree
     if tree.choices() and decoder.window != "auto":
         raise InputError(f"tree {tree}: needs window auto; give it, or name a tree")
-    for shape in tree.choices() or [tree]:
-        if not shape.is_chain:
-            drafter.check_tree(shape)
+    for shape in decoder.tree_shapes:
+        drafter.check_tree(shape)
     most = tree.size * drafter.joined
     if most > LARGEST:
         raise InputError(
@@ -157,8 +162,6 @@ def _check_tree(decoder: Decoder, models: Mapping[str, LM]) -> None:
             f"most {LARGEST} "
             "are read; name a smaller one"
         )
-    if not tree.is_chain and decoder.draft_temperature is not None:
-        raise InputError("draft_temperature: needs tree chain; leave it out")
     if decoder.window != 0:
         mend = "a drafter alone" if tree.is_chain else "--tree chain"
         check_trees(models["target"], mend)

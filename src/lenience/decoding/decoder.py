@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 from lenience.core.errors import InputError
-from lenience.core.needs import Layers
+from lenience.core.needs import Layers, Sources
 from lenience.core.protocols import Rule, TrainedPart
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import (
@@ -263,6 +263,12 @@ class Decoder(PlainOptions):
         )
 
     @property
+    def tree_shapes(self) -> list[Tree]:
+        """Return the trees that a window may be, without chains."""
+        shapes = self.tree.choices() or [self.tree]
+        return [shape for shape in shapes if not shape.is_chain]
+
+    @property
     def layers(self) -> Layers:
         """Return the layers of the target whose states the session keeps for the rule."""
         return self.rule.needs.layers or LAST.layers
@@ -271,7 +277,8 @@ class Decoder(PlainOptions):
     def keeps_last(self) -> bool:
         """Return True if the target must keep its last states separately for the drafter, because
         the rule reads other layers."""
-        reads = self.proposer is not None and self.drafter.reads_last
+        drafter = self.proposer
+        reads = drafter is not None and Sources.LAST_STATES in drafter.needs
         return reads and self.layers != LAST.layers
 
     @property

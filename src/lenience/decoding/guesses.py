@@ -9,6 +9,7 @@ import torch
 
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
+from lenience.core.needs import Sources
 from lenience.core.noise import Noise
 from lenience.core.protocols import Drafter
 from lenience.core.types import Reading, Verdict
@@ -56,7 +57,7 @@ class CanDecode(Protocol):
 
 def check_guesses(drafter: DrafterSpec) -> None:
     """Raise InputError if a drafter's guesses have no meaning for mining."""
-    if drafter.remembers:
+    if Sources.EARLIER_ANSWERS in drafter.needs:
         raise InputError(
             f"--drafter {drafter}: its guesses depend on earlier answers; mine with a drafter "
             "whose guesses depend on the text alone"

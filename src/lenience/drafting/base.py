@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from lenience.core import spec
 from lenience.core.errors import InputError
-from lenience.core.needs import Parts
+from lenience.core.needs import Parts, Sources
 from lenience.core.profile import Profile
 from lenience.core.protocols import Drafter, TrainedPart
 from lenience.drafting.stops import Stop
@@ -48,29 +48,28 @@ class DrafterSpec:
     """A drafter as data: a frozen dataclass whose fields are its spec."""
 
     name: ClassVar[str]
-    needs_draft: ClassVar[bool] = False
-    """True if the pair must have a draft model."""
-    grows_trees: ClassVar[bool] = False
-    """True if the drafter can propose trees."""
-    drafts_by_model: ClassVar[bool] = False
-    """True if a single model drafts, so that another drafter can draft for that model."""
     branches: ClassVar[bool] = False
     """True if proposals may be trees although chains are requested."""
     writes_target_cache: ClassVar[bool] = False
     """True if drafting may overwrite keys and values in the target's cache."""
-    reads_last: ClassVar[bool] = False
-    """True if the drafter reads the target's last states."""
+
+    @property
+    def needs(self) -> Sources:
+        """Return what the drafter reads besides the tokens of its row."""
+        return Sources.NOTHING
 
     @property
     def offers(self) -> Parts:
-        """Return the parts of windows that the drafter offers to rules and stop conditions. A
-        drafter that proposes tokens with probability 1 offers no distributions (PROBS)."""
+        """Return the parts of windows that the drafter offers to rules, stop conditions, trees and
+        the draft temperature. A drafter that proposes tokens with probability 1 offers no
+        distributions (PROBS), and only a drafter that runs a single model offers
+        OWN_TEMPERATURE."""
         return Parts.EARLY_ENDS
 
     @property
-    def remembers(self) -> bool:
-        """Return True if proposals depend on earlier answers."""
-        return False
+    def needs_draft(self) -> bool:
+        """Return True if the pair must have a draft model."""
+        return Sources.DRAFT_MODEL in self.needs
 
     @property
     def proposes_as_draft(self) -> bool:
@@ -115,12 +114,7 @@ class DrafterSpec:
         return 1
 
     def check_tree(self, tree: Tree) -> None:
-        """Raise InputError if the drafter cannot propose trees of this shape."""
-        if not self.grows_trees:
-            raise InputError(
-                f"drafter {self}: proposes chains only; use another drafter, or --tree "
-                "chain"
-            )
+        """Raise InputError if the drafter, which offers TREES, cannot propose this shape."""
 
     def features(self, target: LM) -> tuple[int | None, ...]:
         """Return the layers of the target whose states the drafter reads, see

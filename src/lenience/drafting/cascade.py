@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
-from lenience.core.needs import Parts
+from lenience.core.needs import Parts, Sources
 from lenience.core.protocols import Drafter, TrainedPart
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec
@@ -35,28 +35,25 @@ class Vertical(DrafterSpec):
     offers = Parts.PROBS
 
     @property
-    def remembers(self) -> bool:
-        return any(part.remembers for part in (self.first, self.then))
-
-    @property
     def proposes_as_draft(self) -> bool:
         return self.then.proposes_as_draft
 
     def __post_init__(self) -> None:
-        if not self.then.drafts_by_model:
+        if Parts.OWN_TEMPERATURE not in self.then.offers:
             raise InputError(
                 f"{self}: {self.then} runs no model, so there are no passes to save; "
                 "combine other drafters"
             )
-        if self.first.branches or self.first.needs_draft or _reads_target(self.first):
+        reads_model = self.first.needs & (Sources.DRAFT_MODEL | Sources.STATES)
+        if self.first.branches or reads_model:
             raise InputError(
                 f"{self}: {self.first} cannot draft for another drafter; use ngram, "
                 "suffix, datastore, exit or skip"
             )
 
     @cached_property
-    def needs_draft(self) -> bool:  # type: ignore[override]
-        return self.then.needs_draft
+    def needs(self) -> Sources:
+        return self.first.needs | self.then.needs
 
     @property
     def fitted(self) -> tuple[TrainedPart, ...]:
@@ -67,7 +64,7 @@ class Vertical(DrafterSpec):
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
         self.then.check(target, fingerprints)
-        if not self.first.drafts_by_model:
+        if Parts.OWN_TEMPERATURE not in self.first.offers:
             self.first.check(target, fingerprints)
 
     def models(self, setup: DrafterSetup) -> list[LM]:
@@ -78,7 +75,7 @@ class Vertical(DrafterSpec):
     def build(self, setup: DrafterSetup) -> Drafter:
         setup = replace(setup, alone=False)
         (lm,) = self.then.models(setup)
-        if self.first.drafts_by_model:  # on some of that model's layers
+        if Parts.OWN_TEMPERATURE in self.first.offers:  # on some of that model's layers
             self.first.check(lm, dict)
         capacity = min(setup.capacity, lm.context_length or setup.capacity)
         session = Session(lm, setup.rows, capacity, profile=setup.profile)
@@ -174,10 +171,6 @@ class Horizontal(DrafterSpec):
     then: DrafterSpec
     name = "horizontal"
 
-    @property
-    def remembers(self) -> bool:
-        return any(part.remembers for part in (self.first, self.then))
-
     def __post_init__(self) -> None:
         if self.count < 1:
             raise InputError(
@@ -188,23 +181,19 @@ class Horizontal(DrafterSpec):
                 raise InputError(
                     f"{self}: {part} proposes trees; combine drafters of chains"
                 )
-        if _reads_target(self.then):
+        if self.then.needs & Sources.STATES:
             raise InputError(
                 f"{self}: {self.then} drafts from the target's own states only; name "
                 "it first"
             )
 
     @cached_property
-    def needs_draft(self) -> bool:  # type: ignore[override]
-        return self.first.needs_draft or self.then.needs_draft
+    def needs(self) -> Sources:
+        return self.first.needs | self.then.needs
 
     @cached_property
     def offers(self) -> Parts:
         return (self.first.offers | self.then.offers) & Parts.PROBS
-
-    @cached_property
-    def reads_last(self) -> bool:  # type: ignore[override]
-        return self.first.reads_last
 
     @property
     def fitted(self) -> tuple[TrainedPart, ...]:
@@ -297,11 +286,6 @@ class _HorizontalDrafter(Drafter):
     ) -> None:
         self.first.observe(ctx, reading, verdicts)
         self.then.observe(ctx, reading, verdicts)
-
-
-def _reads_target(part: DrafterSpec) -> bool:
-    """Return True if the drafter reads the target's states."""
-    return bool(part.fitted) and Parts.PROBS in part.offers
 
 
 def _chains(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes, replacing, stamp, write_json
+from lenience.core.needs import Parts
 from lenience.core.protocols import Drafter, TrainedPart
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
@@ -196,7 +197,7 @@ class Datastore(DrafterSpec):
     most: int = 256
     least: float = 0.1
     name = "datastore"
-    grows_trees = True
+    offers = Parts.EARLY_ENDS | Parts.TREES
 
     def __post_init__(self) -> None:
         for what, number in (("longest", self.longest), ("most", self.most)):

@@ -18,7 +18,7 @@ from lenience.core.errors import InputError, first_line
 from lenience.core.files import stamp
 from lenience.core.hub import local
 from lenience.core.identity import weights_fingerprint
-from lenience.core.needs import Parts
+from lenience.core.needs import Parts, Sources
 from lenience.core.protocols import Drafter, TrainedPart
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.parallel import RowwiseDrafter
@@ -69,8 +69,8 @@ class Dflash(DrafterSpec):
 
     path: str
     name = "dflash"
-    offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
-    grows_trees = True
+    needs = Sources.LAYER_STATES
+    offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES | Parts.TREES
 
     @cached_property
     def head(self) -> DflashModel:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lenience.core.errors import InputError
-from lenience.core.needs import Parts
+from lenience.core.needs import Parts, Sources
 from lenience.core.protocols import Drafter, TrainedPart
 from lenience.core.trees import Parents
 from lenience.core.types import Reading
@@ -40,8 +40,8 @@ class Eagle(DrafterSpec):
     """Layers of the target whose states are the features, such as 2-16-29. Default: those of the
     checkpoint."""
     name = "eagle"
-    offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
-    grows_trees = True
+    needs = Sources.LAYER_STATES
+    offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES | Parts.TREES
 
     def __post_init__(self) -> None:
         if self.layers is not None and not re.fullmatch(

@@ -19,7 +19,7 @@ from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import EMBEDDED, digest_bytes, replacing, stamp, write_json
 from lenience.core.hub import local
-from lenience.core.needs import Parts
+from lenience.core.needs import Parts, Sources
 from lenience.core.protocols import Drafter, TrainedPart
 from lenience.core.types import Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
@@ -326,9 +326,8 @@ class _Heads(DrafterSpec):
     """Trained heads stored in a folder."""
 
     path: str
-    offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
-    grows_trees = True
-    reads_last = True
+    needs = Sources.LAST_STATES
+    offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES | Parts.TREES
 
     @cached_property
     def head(self) -> DraftHeads:

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from lenience.core.context import Context
 from lenience.core.errors import InputError
+from lenience.core.needs import Parts, Sources
 from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
@@ -64,7 +65,7 @@ class Suffix(DrafterSpec):
     """True to search also the prompts and answers that this process has finished with this
     target."""
     name = "suffix"
-    grows_trees = True
+    offers = Parts.EARLY_ENDS | Parts.TREES
     grid = ("suffix", "suffix:factor=2.0", "suffix:depth=8,least=0.0")
 
     def __post_init__(self) -> None:
@@ -77,8 +78,8 @@ class Suffix(DrafterSpec):
             raise InputError(f"suffix's least {self.least}: must be from 0 to 1")
 
     @property
-    def remembers(self) -> bool:
-        return self.finished
+    def needs(self) -> Sources:
+        return Sources.EARLIER_ANSWERS if self.finished else Sources.NOTHING
 
     def check_tree(self, tree: Tree) -> None:
         check_dynamic(self, tree)

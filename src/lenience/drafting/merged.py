@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import and_, or_
 from typing import Self
 
 from lenience.core.context import Context
 from lenience.core.errors import InputError
-from lenience.core.needs import Parts
+from lenience.core.needs import Parts, Sources
 from lenience.core.protocols import Drafter, TrainedPart
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec
@@ -26,11 +27,6 @@ class Merged(DrafterSpec):
     parts: tuple[DrafterSpec, ...]
     name = "merged"
     branches = True
-    offers = Parts.NOTHING
-
-    @property
-    def remembers(self) -> bool:
-        return any(part.remembers for part in self.parts)
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -38,12 +34,12 @@ class Merged(DrafterSpec):
                 raise InputError(f"{part} is named twice; combine different drafters")
 
     @cached_property
-    def needs_draft(self) -> bool:  # type: ignore[override]
-        return any(part.needs_draft for part in self.parts)
+    def needs(self) -> Sources:
+        return reduce(or_, [part.needs for part in self.parts])
 
     @cached_property
-    def reads_last(self) -> bool:  # type: ignore[override]
-        return any(part.reads_last for part in self.parts)
+    def offers(self) -> Parts:
+        return Parts.TREES & reduce(and_, [part.offers for part in self.parts])
 
     @property
     def joined(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lenience.core.context import Context
-from lenience.core.needs import Parts
+from lenience.core.needs import Parts, Sources
 from lenience.core.protocols import Drafter
 from lenience.core.transfer import to_device
 from lenience.core.types import Draft
@@ -36,10 +36,15 @@ class DraftModel(DrafterSpec):
     drafts through a `TranslatedDrafter`."""
 
     name = "model"
-    needs_draft = True
-    offers = Parts.EARLY_ENDS | Parts.STATES | Parts.PROBS | Parts.CHANCES
-    grows_trees = True
-    drafts_by_model = True
+    needs = Sources.DRAFT_MODEL
+    offers = (
+        Parts.EARLY_ENDS
+        | Parts.STATES
+        | Parts.PROBS
+        | Parts.CHANCES
+        | Parts.TREES
+        | Parts.OWN_TEMPERATURE
+    )
     grid = ("model",)
 
     @property

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import (
 
 from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
-from lenience.core.needs import Parts
+from lenience.core.needs import Parts, Sources
 from lenience.core.protocols import Drafter
 from lenience.drafting.after_target import AfterTarget
 from lenience.drafting.base import DrafterSetup, DrafterSpec
@@ -39,8 +39,8 @@ class Mtp(DrafterSpec):
     drafts one token, so windows are chains of at most as many tokens."""
 
     name = "mtp"
-    offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
-    grows_trees = True
+    needs = Sources.LAYER_STATES
+    offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES | Parts.TREES
 
     def features(self, target: LM) -> tuple[int | None, ...]:
         return (None,)

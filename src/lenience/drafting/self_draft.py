@@ -36,9 +36,13 @@ class _OwnLayers(DrafterSpec):
     are recorded, or the target is exported and the draft could not be exported.
     """
 
-    offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
-    grows_trees = True
-    drafts_by_model = True
+    offers = (
+        Parts.EARLY_ENDS
+        | Parts.PROBS
+        | Parts.CHANCES
+        | Parts.TREES
+        | Parts.OWN_TEMPERATURE
+    )
     writes_target_cache = True
 
     def left_out(self, depth: int) -> Sequence[int]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lenience.core.context import Context
 from lenience.core.errors import InputError
+from lenience.core.needs import Parts, Sources
 from lenience.core.progress import Progress, silent
 from lenience.core.protocols import Drafter
 from lenience.core.types import Draft, Draws, Reading, Verdict
@@ -69,7 +70,7 @@ def measure_acceptance(
     probable tokens when greedy, and drawn with `drawn`. Raises InputError if the drafter proposes
     no trees or the target keeps none of its tokens."""
     counts = _Counts()
-    if not drafter.grows_trees:
+    if Parts.TREES not in drafter.offers:
         raise InputError(f"--with {drafter}: proposes no trees; name another drafter")
     after_first = [RANKS, *[0] * (RANKS - 1)]
     comb = (RANKS, *after_first * (DEPTH - 2), RANKS)
@@ -133,15 +134,11 @@ class _CountedDrafter(DrafterSpec):
     inner: DrafterSpec
     counts: _Counts = field(compare=False)
     name = "counted"
-    grows_trees = True
+    offers = Parts.EARLY_ENDS | Parts.TREES
 
     @property
-    def needs_draft(self) -> bool:  # type: ignore[override]
-        return self.inner.needs_draft
-
-    @property
-    def reads_last(self) -> bool:  # type: ignore[override]
-        return self.inner.reads_last
+    def needs(self) -> Sources:
+        return self.inner.needs
 
     def check_tree(self, tree: Tree) -> None:
         self.inner.check_tree(tree)
