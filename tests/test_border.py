@@ -35,6 +35,22 @@ BORDER = (
     "serving/dial.py",  # a request's rule
 )
 """Files in which a spec may be read."""
+DECODERS_MADE = {
+    "decoding/decoder.py": "the decoder itself",
+    "decoding/pair.py": "keywords",
+    "integrations/endpoints/pair.py": "keywords",
+    "evaluation/compare.py": "the fields of a configuration; windows.json",
+    "evaluation/human.py": "windows.json",
+    "certification/certificate.py": "certificate.json",
+    "certification/question.py": "the fields of a configuration",
+    "certification/tune.py": "the fields of a configuration; races.json",
+    "certification/calibration.py": "window.json",
+    "mining/search.py": "the fields of a configuration",
+    "mining/worker.py": "what the first process sends",
+    "training/fit.py": "run.json",
+}
+"""Files outside the command line in which a decoder may be made from texts, with where these come
+from."""
 
 
 def calls(names: tuple[str, ...]) -> Iterator[str]:
@@ -53,6 +69,19 @@ def calls(names: tuple[str, ...]) -> Iterator[str]:
 
 def test_specs_are_read_at_the_border_alone() -> None:
     assert set(calls(READERS)) == set(BORDER)
+
+
+def test_decoders_are_made_from_texts_at_the_border_alone() -> None:
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(ast.Name("Decoder"), "of" | "parse")):
+                    found.add(str(path.relative_to(SOURCE)))
+                case ast.Call(func=ast.Attribute(_, "with_options")):
+                    found.add(str(path.relative_to(SOURCE)))
+    below = {where for where in found if not where.startswith("cli/")}
+    assert below == set(DECODERS_MADE)
 
 
 @pytest.mark.parametrize(

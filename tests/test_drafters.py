@@ -17,7 +17,13 @@ from safetensors.torch import load_file
 
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
-from lenience.certification.tune import GRID, TuneConfig, fitted_drafters, group_of
+from lenience.certification.tune import (
+    GRID,
+    TuneConfig,
+    fitted_drafters,
+    group_of,
+    read_drafters,
+)
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
@@ -432,9 +438,9 @@ def test_what_was_fitted_in_a_run_races_at_the_windows_that_it_can_fill(
     fitted, refused = fitted_drafters(llama, run, strict)
     assert len(fitted) == 1 and not refused
     config = TuneConfig(CertifyConfig(("topk",)), windows=(1, 3, 4, 8))
-    raced = group_of(llama, config, strict, [*GRID, *fitted])
+    raced = group_of(llama, config, strict, [*read_drafters(GRID), *fitted])
     windows = [1, 3] if kind != "eagle" else [1, 3, 4, 8]
-    assert [one.window for one in raced if str(one.drafter) == fitted[0]] == windows
+    assert [one.window for one in raced if one.drafter == fitted[0]] == windows
     assert [one.window for one in raced if str(one.drafter) == "model"] == [1, 3, 4, 8]
     assert "medusa" not in {str(one.drafter) for one in raced}, (
         "those are the built-in target's"
@@ -444,7 +450,8 @@ def test_what_was_fitted_in_a_run_races_at_the_windows_that_it_can_fill(
     fitted, (why,) = fitted_drafters(built_in, run, strict)
     assert not fitted and str(run / kind) in why
     assert "medusa" in {
-        str(one.drafter) for one in group_of(built_in, config, strict, GRID)
+        str(one.drafter)
+        for one in group_of(built_in, config, strict, read_drafters(GRID))
     }
 
 

@@ -33,6 +33,7 @@ from lenience.certification.tune import (
     _Choice,
     _fast,
     drafters_for,
+    read_drafters,
     tune,
 )
 from lenience.cli.tables import gained, print_passed, print_races
@@ -401,7 +402,7 @@ def test_what_is_gained_is_told_as_far_as_it_is_sure(
         alone=alone,
         passed=[],
     )
-    certified = rule and SimpleNamespace(rule=rule, window=window, options={})
+    certified = rule and tried(rule, window)
     certificate = SimpleNamespace(certified=certified, max_drop=0.01, confidence=0.95)
     said = gained(SimpleNamespace(certificate=certificate, speeds=speeds))  # type: ignore[arg-type]
     assert said.startswith(begins)
@@ -410,6 +411,22 @@ def test_what_is_gained_is_told_as_far_as_it_is_sure(
         assert said.endswith(
             "over 4 prompts), at a loss of at most 1.00% with 95% confidence"
         )
+
+
+def tried(rule: str, window: int) -> TriedSetting:
+    counts: dict[str, Any] = {
+        "n": 4,
+        "losses": 0.0,
+        "upper_bound": 0.01,
+        "tokens_per_pass": 2.0,
+    }
+    outcome = {
+        "passed": True,
+        "hopeless": False,
+        "accuracy": 1.0,
+        "target_accuracy": 1.0,
+    }
+    return TriedSetting(rule=rule, window=window, **counts, **outcome)
 
 
 def test_what_passed_is_told_the_fastest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,10 +613,10 @@ def test_judges_race_with_the_drafter_that_they_were_mined_with(
     llama: Pair, run: Path
 ) -> None:
     drafters, judge = (
-        ["model", "ngram", "ngram>model", "medusa"],
+        read_drafters(["model", "ngram", "ngram>model", "medusa"]),
         f"judge:{run / 'judge'}@0.9",
     )
-    assert drafters_for(parse_rule(judge), drafters) == ["model", "ngram>model"]
+    assert drafters_for(parse_rule(judge), drafters) == [drafters[0], drafters[2]]
     assert drafters_for(parse_rule("topk:2"), drafters) == drafters
     weight, inputs = (
         torch.zeros(llama.target.hidden_size),

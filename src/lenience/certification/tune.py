@@ -11,15 +11,14 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 
 from pydantic import Field
 
 from lenience.certification.calibration import check_question, warn_of_too_few
-from lenience.certification.certificate import (
-    Certificate,
-)
+from lenience.certification.certificate import Certificate
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.certification.races import Budget, Race, RaceResult, Turns, heats_of
@@ -37,6 +36,7 @@ from lenience.drafting.base import DrafterSpec
 from lenience.drafting.eagle import Eagle
 from lenience.drafting.heads import Blockwise, Medusa
 from lenience.drafting.registry import DRAFTERS
+from lenience.drafting.stops import Stop
 from lenience.runs.answers import for_task
 from lenience.runs.ledger import Ledger
 from lenience.runs.uses import Draw, aligned, check_prompts
@@ -107,8 +107,18 @@ class TuneConfig:
                 f"prompts {self.prompts}: must be {self.least_prompts} or more{batches}"
             )
         for window in self.windows:
-            if Decoder.of(window=window).window in (0, "auto"):
+            if Decoder(window=window).window in (0, "auto"):
                 raise InputError(f"window {window}: must be 1 or more")
+
+    @cached_property
+    def named_drafters(self) -> list[DrafterSpec]:
+        """Return the drafters that are named. Raises InputError for a wrong spec."""
+        return read_drafters(self.drafters)
+
+    @cached_property
+    def stop_conditions(self) -> list[Stop]:
+        """Return the stop conditions. Raises InputError for a wrong spec."""
+        return [Decoder.of(stop=stop).stop for stop in self.stops]
 
     @property
     def least_prompts(self) -> int:
@@ -295,13 +305,13 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
     next_one = ledger.attempt("", task, question.split, counts=False)
     warn_of_too_few(question, next_one.share)
     strict = shared.for_strict()
-    drafters = list(config.drafters)
+    drafters = config.named_drafters
     refused = list[str]()
     for drafter in drafters:
-        pair.check(strict.with_options({"drafter": drafter}))
+        pair.check(strict.with_parts(drafter=drafter))
     if not drafters:
         fitted, refused = fitted_drafters(pair, folder, strict)
-        drafters = [*GRID, *fitted]
+        drafters = [*read_drafters(GRID), *fitted]
     groups = [[replace(strict, window=0)]]
     for raced in (strict, *itertools.chain.from_iterable(chains)):
         groups.append(group_of(pair, config, raced, _drafters_of(raced.rule, drafters)))
@@ -389,17 +399,17 @@ class _Choice:
 
 def fitted_drafters(
     pair: Pair, folder: Path, strict: Decoder
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[DrafterSpec], list[str]]:
     """Return the drafters trained in a run folder that can draft for this target, and the reasons
     why others cannot."""
-    fitted = list[str]()
+    fitted = list[DrafterSpec]()
     refused = list[str]()
     for kind in FITTED:
         if not (folder / kind.name / f"{kind.name}.json").exists():
             continue
-        drafter = str(kind(str(folder / kind.name)))
+        drafter = kind(str(folder / kind.name))
         try:
-            pair.check(strict.with_options({"drafter": drafter}))
+            pair.check(strict.with_parts(drafter=drafter))
         except InputError as error:
             refused.append(str(error))
         else:
@@ -407,39 +417,44 @@ def fitted_drafters(
     return fitted, refused
 
 
-def drafters_for(rule: Rule, drafters: Sequence[str]) -> list[str]:
+def read_drafters(specs: Sequence[str]) -> list[DrafterSpec]:
+    """Return the drafters of specs. Raises InputError for a wrong spec."""
+    return [Decoder.of(drafter=spec).drafter for spec in specs]
+
+
+def drafters_for(rule: Rule, drafters: Sequence[DrafterSpec]) -> list[DrafterSpec]:
     """Return the drafters that race with a rule. A judge races only with the drafter that it was
     mined with, as it is unreliable on other drafters' tokens."""
     if not rule.heads:
         return list(drafters)
     mined = [part.head.drafter for part in rule.heads]
-    found = list[str]()
-    for name in drafters:
-        if all(Decoder.of(drafter=name).drafter.record == record for record in mined):
-            found.append(name)
+    found = list[DrafterSpec]()
+    for drafter in drafters:
+        if all(drafter.record == record for record in mined):
+            found.append(drafter)
     return found
 
 
-def _drafters_of(rule: Rule, drafters: Sequence[str]) -> list[str]:
+def _drafters_of(rule: Rule, drafters: Sequence[DrafterSpec]) -> list[DrafterSpec]:
     """Return `drafters_for` a rule. Raises InputError if there is none."""
     found = drafters_for(rule, drafters)
     if not found:
         raise InputError(
-            f"drafter {', '.join(drafters)}: {rule} was mined with another drafter; name that one "
-            "too"
+            f"drafter {', '.join(map(str, drafters))}: {rule} was mined with another "
+            "drafter; name that one too"
         )
     return found
 
 
 def group_of(
-    pair: Pair, config: TuneConfig, setting: Decoder, drafters: Sequence[str]
+    pair: Pair, config: TuneConfig, setting: Decoder, drafters: Sequence[DrafterSpec]
 ) -> list[Decoder]:
     """Return a setting at every window, stop and drafter that it can run with. Raises InputError if
     there is none."""
     group = list[Decoder]()
     refusals = list[InputError]()
-    for drafter, stop in product(drafters, config.stops):
-        named = setting.with_options({"drafter": drafter, "stop": stop})
+    for drafter, stop in product(drafters, config.stop_conditions):
+        named = setting.with_parts(drafter=drafter, stop=stop)
         for window in _windows_for(named.drafter, config.windows):
             decoder = replace(named, window=window)
             try:

@@ -28,7 +28,6 @@ from lenience.cli.options import (
     check_folder,
     check_limit,
     decoder_of,
-    drafter_needs_draft,
     given,
     needs_draft,
 )
@@ -266,7 +265,8 @@ def tune(
     answers = config.question.num_prompts()
     tokens = 2 * answers * expected_tokens(config.question.options, task)
     # without a choice of drafters, the draft model races too
-    drafts = not config.drafters or any(map(drafter_needs_draft, config.drafters))
+    named = config.named_drafters
+    drafts = not named or any(drafter.needs_draft for drafter in named)
     pair = models.load(tokens, drafts)
     with fitting(pair, task, choice) as fits:
         tuned = tune_run(pair, fits, run, config)

@@ -1,5 +1,4 @@
-"""Parts of a window that rules and stop conditions need, and that drafters and trees offer; what
-drafters read."""
+"""Parts of windows: which are needed and which offered, and what drafters read."""
 
 from __future__ import annotations
 

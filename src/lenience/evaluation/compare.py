@@ -25,6 +25,9 @@ from lenience.decoding.machine import machine
 from lenience.decoding.options import given_options
 from lenience.decoding.pair import Pair
 from lenience.decoding.task_models import task_for
+from lenience.drafting.model import DraftModel
+from lenience.drafting.stops import Fixed
+from lenience.drafting.trees.shapes import Chain
 from lenience.evaluation.human import GRADING_FILES, with_grades
 from lenience.evaluation.quality import Quality, beside_target, qualities
 from lenience.evaluation.table import (
@@ -87,7 +90,7 @@ class CompareConfig:
         if not self.rules and not self.settings:
             raise InputError("rule: name one, or a setting")
         for window in self.windows:
-            Decoder.of(window=window)
+            Decoder(window=window)  # raises for a wrong one
 
     @cached_property
     def shared(self) -> Decoder:
@@ -392,9 +395,12 @@ class Comparison:
     def _seconds_an_answer(self) -> tuple[float, float]:
         """Return the seconds per answer, alone and in a batch, of strict decoding with the draft
         model, if any. Most settings take about as long."""
-        rule = "target" if self.pair.draft is None else "exact"
-        plainly = {"drafter": "model", "tree": "chain", "stop": "fixed", "window": 8}
-        decoder = self.shared.with_options({"rule": rule, **plainly})
+        shared = self.shared
+        alone = self.pair.draft is None
+        decoder = shared.for_target() if alone else shared.for_strict()
+        decoder = decoder.with_parts(
+            drafter=DraftModel(), tree=Chain(), stop=Fixed(), window=8
+        )
         batch = [sample.prompt for sample in self.samples[: self.config.batch_size]]
         self.pair.generate(batch[0], decoder)  # warm-up
         began = time.perf_counter()

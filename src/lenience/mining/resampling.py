@@ -57,7 +57,7 @@ def resample(
     ready = total - len(left)
     progress("resampling", ready, total)
     for number, group in groupby(left, key=lambda labelled: labelled[0]):
-        drawn = Decoder.of(
+        drawn = Decoder(
             temperature=TEMPERATURE,
             seed=number,
             max_new_tokens=resampling.max_new_tokens,

@@ -149,7 +149,7 @@ def check_models(pair: Pair, folder: Path) -> None:
 def sampling_of(folder: Path) -> Decoder:
     """Return a decoder with the sampling options of a run's answers."""
     run = read_run(folder)
-    return Decoder.of(
+    return Decoder(
         temperature=run.temperature,
         top_k=run.top_k,
         top_p=run.top_p,
@@ -164,7 +164,7 @@ def _shards(folder: Path, inputs: Inputs, role: Role, of: Rule | None) -> Path:
     name = names[role]
     if of is not None:  # another head at the same path makes another rule
         heads = [head.head.fingerprint for head in of.heads]
-        name += f"-{digest([str(Decoder.of(rule=of).without_paths().rule), heads])}"
+        name += f"-{digest([str(Decoder(rule=of).without_paths().rule), heads])}"
     return folder / "features" / name
 
 

@@ -17,6 +17,9 @@ from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
 from lenience.models.generation_config import processors_of
 from lenience.models.session import Session
+from lenience.rules.baselines import Baseline
+from lenience.rules.combine import as_rule
+from lenience.rules.lenient import Random
 from lenience.runs.record import MinedSample
 
 STOP_TOKENS = 64
@@ -62,7 +65,7 @@ def decided_states(
             f"--tokens draft: {of} rejects drawn tokens, which answers do not keep; "
             "leave it out, or name a rule that decodes greedily"
         )
-    decoder = Decoder.of(
+    decoder = Decoder(
         rule=of,
         window=STOP_WINDOW,
         max_new_tokens=max(len(sample.response_ids) for sample in samples),
@@ -137,8 +140,8 @@ def gate_states(
     """
     longest = max(len(sample.response_ids) for sample in samples)
 
-    def continued(starts: list[list[int]], rule: str) -> list[list[int]]:
-        decoder = Decoder.of(
+    def continued(starts: list[list[int]], rule: Rule) -> list[list[int]]:
+        decoder = Decoder(
             rule=rule,
             window=INTERLEAVED,
             temperature=1.0,
@@ -150,9 +153,9 @@ def gate_states(
         return [start + out.tokens for start, out in zip(starts, outs)]
 
     prompts = [sample.prompt_ids for sample in samples]
-    by_draft = continued(prompts, "draft")
-    by_target = continued(prompts, "target")
-    mixed = continued(prompts, "random:0.5")
+    by_draft = continued(prompts, Baseline("draft"))
+    by_target = continued(prompts, Baseline("target"))
+    mixed = continued(prompts, as_rule(Random(0.5)))
     labelled = []
     for prompt, *continuations in zip(prompts, by_draft, by_target, mixed):
         parts = [_ratios(pair, prompt, len(prompt), inputs)]
