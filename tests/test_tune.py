@@ -16,7 +16,7 @@ from test_certify import Echo
 
 from lenience import InputError
 from lenience.certification.certificate import TriedSetting, read_certificate
-from lenience.certification.certify import _Chains
+from lenience.certification.certify import _Outcomes
 from lenience.certification.question import CertifyConfig
 from lenience.certification.races import (
     HEATS,
@@ -267,8 +267,8 @@ def test_the_last_of_a_chain_with_the_most_tokens_per_pass_is_the_best() -> None
 
     one = [row("exact", 2, True), row("kl:0.1", 3, True), row("kl:0.4", 6, False)]
     other = [row("topk:2", 2.5, True), row("topk:3", 4, False)]
-    assert _Chains([other, one]).best == one[1]
-    assert _Chains([other[1:]]).best is None
+    assert _Outcomes([other, one]).best == one[1]
+    assert _Outcomes([other[1:]]).best is None
 
 
 def test_what_may_be_the_fastest_is_timed_anew_and_leniency_has_to_pay() -> None:

@@ -114,7 +114,7 @@ class LivePrompt:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _FilePosition:
     """The position of a prompt in a file."""
 
     number: int
@@ -240,10 +240,14 @@ class Audit:
     ) -> State:
         """Audit a lenient answer to a row of a file, given the target's own answer `alone`.
         `before` is the number of prompts seen before the file."""
-        return self._check(live, text, alone, _Row(row, live.content, before))
+        return self._check(live, text, alone, _FilePosition(row, live.content, before))
 
     def _check(
-        self, live: LivePrompt, text: str, alone: Generation, row: _Row | None = None
+        self,
+        live: LivePrompt,
+        text: str,
+        alone: Generation,
+        row: _FilePosition | None = None,
     ) -> State:
         reference = self._gradable(live)
         loss = self._loss(replace(live, reference=reference), text, alone)

@@ -154,7 +154,7 @@ def _as_now(content: Any, path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Chains:
+class _Outcomes:
     """The outcomes of all settings' tests."""
 
     tried: list[list[TriedSetting]]
@@ -183,7 +183,7 @@ def _certificate(
 ) -> Certificate:
     began = time.perf_counter()
     config = on.config
-    outcome = _Chains([_test_chain(on, chain) for chain in on.chains()])
+    outcome = _Outcomes([_test_chain(on, chain) for chain in on.chains()])
     seconds = round(time.perf_counter() - began, 1)
     best = outcome.best
     if best and choose:

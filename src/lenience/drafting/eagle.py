@@ -119,7 +119,7 @@ class FeatureSession(TargetSession):
         self._inputs: dict[int, Tensor] = {}
         """[n, H] for the new tokens of each row: the states that they are read with."""
         self.target = setup.session
-        self._rows = [_Row() for _ in range(setup.rows)]
+        self._rows = [_FeatureRow() for _ in range(setup.rows)]
 
     def begin(self, prefixes: Sequence[list[int]]) -> list[bool]:
         for row, prefix in enumerate(prefixes):
@@ -130,7 +130,7 @@ class FeatureSession(TargetSession):
     def move(self, source: int, to: int) -> None:
         super().move(source, to)
         self._rows[to] = self._rows[source]
-        self._rows[source] = _Row()
+        self._rows[source] = _FeatureRow()
 
     def read(
         self,
@@ -194,7 +194,9 @@ class FeatureSession(TargetSession):
         return new
 
     @staticmethod
-    def _own(state: _Row, places: range, start: int, tree: Parents) -> Iterator[Tensor]:
+    def _own(
+        state: _FeatureRow, places: range, start: int, tree: Parents
+    ) -> Iterator[Tensor]:
         """Yield the model's own state [1, H] before the token at each position. `start` tokens
         precede the tree."""
         for i in places:
@@ -203,7 +205,7 @@ class FeatureSession(TargetSession):
 
 
 @dataclass
-class _Row:
+class _FeatureRow:
     """State of a row of a FeatureSession."""
 
     ready: bool = False

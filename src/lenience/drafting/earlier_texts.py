@@ -86,7 +86,7 @@ class _RecallOnly(Drafter):
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         grown = []
         for b, (row, left) in enumerate(zip(ctx.rows, room)):
-            window = _Window(b, row, max(0, min(ctx.window, left - 1)))
+            window = _RowWindow(b, row, max(0, min(ctx.window, left - 1)))
             if window.left:
                 window.recollect(self.target.vocab_size)
                 window.take_recalled(self.target.eos_ids)
@@ -104,7 +104,7 @@ class _RecalledDrafter(Drafter):
         limits = most_drafted(self.session, self.target, ctx, room)
         windows = []
         for b, bounds in enumerate(zip(ctx.rows, limits)):
-            windows.append(_Window(b, *bounds))
+            windows.append(_RowWindow(b, *bounds))
         passes = 0
         while passes < ROUNDS and (
             unfinished := [window for window in windows if window.left]
@@ -119,7 +119,7 @@ class _RecalledDrafter(Drafter):
             draft, passes=passes, tokens_read=[window.tokens_read for window in windows]
         )
 
-    def _extend(self, windows: Sequence[_Window], ctx: Context) -> None:
+    def _extend(self, windows: Sequence[_RowWindow], ctx: Context) -> None:
         """Run the draft over the recalled tokens of each window, and keep those that it agrees
         with."""
         for window in windows:
@@ -131,7 +131,7 @@ class _RecalledDrafter(Drafter):
         for some in ([together] if together else []) + [[window] for window in apart]:
             self._read(some, ctx)
 
-    def _read(self, windows: Sequence[_Window], ctx: Context) -> None:
+    def _read(self, windows: Sequence[_RowWindow], ctx: Context) -> None:
         states = 1 + max(len(window.recalled) for window in windows)
         sequences = [window.sequence for window in windows]
         rows = [window.row for window in windows]
@@ -151,7 +151,7 @@ class _RecalledDrafter(Drafter):
         self.session.copy(source, to)
 
 
-class _Window:
+class _RowWindow:
     """A row's window while it is drafted."""
 
     def __init__(self, row: int, of: Row, limit: int):
@@ -265,7 +265,7 @@ class _Window:
 
 
 def _said(
-    logits: Tensor, windows: Sequence[_Window], ctx: Context
+    logits: Tensor, windows: Sequence[_RowWindow], ctx: Context
 ) -> tuple[Tensor, Tensor]:
     """Return the draft's tokens [m, n] for logits [m, n, V], greedy or drawn with the rows' keys,
     and their probabilities [m, n]."""

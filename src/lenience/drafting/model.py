@@ -76,7 +76,7 @@ def drafter_on(session: Session, setup: DrafterSetup) -> Drafter:
 
 
 @dataclass
-class _Window:
+class _Windows:
     """The windows of B rows while they are drafted."""
 
     prefixes: list[list[int]]
@@ -137,39 +137,39 @@ class ModelDrafter(Drafter):
         return replace(draft, probs=own.probs(draft.logits))
 
     def _propose(self, ctx: Context, room: Sequence[int]) -> Draft:
-        window = _Window(
+        windows = _Windows(
             prefixes=[row.prefix for row in ctx.rows],
             limits=self._limits(ctx, room),
             tokens=torch.empty(len(ctx.rows), 0, dtype=torch.long, device=self.device),
         )
-        wanted = max(window.limits)
+        wanted = max(windows.limits)
         if not wanted:
-            return self._nothing(window)
-        lengths = self._draft_greedily(window, ctx) if self._unseen(ctx) else None
+            return self._nothing(windows)
+        lengths = self._draft_greedily(windows, ctx) if self._unseen(ctx) else None
         if lengths is None:
-            self._draft_looking(window, ctx)
-            lengths = to_device(window.limits, self.device)
-            wanted = max(window.limits)
+            self._draft_looking(windows, ctx)
+            lengths = to_device(windows.limits, self.device)
+            wanted = max(windows.limits)
         draft = Draft(
-            tokens=window.tokens[:, :wanted],
+            tokens=windows.tokens[:, :wanted],
             lengths=lengths,
-            logits=_first_columns(window.logits, wanted),
-            passes=window.tokens.shape[1],
-            tokens_read=window.tokens_read,
+            logits=_first_columns(windows.logits, wanted),
+            passes=windows.tokens.shape[1],
+            tokens_read=windows.tokens_read,
         )
         if self.keep_states:
-            states = _first_columns(window.hidden, wanted + 1).to(self.device)
+            states = _first_columns(windows.hidden, wanted + 1).to(self.device)
             draft = replace(draft, hidden=states)
-        if self.stop.skips_verification and window.stop_mask is not None:
-            doubted = (window.stop_mask[:, :wanted] & draft.proposed).any(1)
+        if self.stop.skips_verification and windows.stop_mask is not None:
+            doubted = (windows.stop_mask[:, :wanted] & draft.proposed).any(1)
             trusted = lengths - doubted.long()
             draft = replace(draft, trusted=trusted, bonus=self.stop.keeps_bonus)
         return draft
 
-    def _nothing(self, window: _Window) -> Draft:
-        lengths = to_device(window.limits, self.device)
+    def _nothing(self, windows: _Windows) -> Draft:
+        lengths = to_device(windows.limits, self.device)
         trusted = torch.zeros_like(lengths) if self.stop.skips_verification else None
-        return Draft(window.tokens, lengths, trusted=trusted)
+        return Draft(windows.tokens, lengths, trusted=trusted)
 
     def _reads_on(self, ctx: Context) -> bool:
         """Return True if each drafted token is the model's most probable token."""
@@ -186,80 +186,84 @@ class ModelDrafter(Drafter):
         """Return True if the last drafted token is read too, for the state after it."""
         return self.keep_states or self.stop.needs_state_after
 
-    def _draft_greedily(self, window: _Window, ctx: Context) -> Tensor | None:
+    def _draft_greedily(self, windows: _Windows, ctx: Context) -> Tensor | None:
         """Draft the whole window in one read. Return the lengths [B], found on the device; None if
         the model's context ended the window early. The number of tokens is rounded up, because each
         number is recorded as another CUDA graph."""
-        left = max(window.limits) + self._extra
+        left = max(windows.limits) + self._extra
         steps = min(-(-left // CHUNK) * CHUNK, ctx.window + self._extra)
-        self._read(window, window.prefixes, steps, ctx)
-        return self._to_eos(window) if window.tokens.shape[1] >= left else None
+        self._read(windows, windows.prefixes, steps, ctx)
+        return self._to_eos(windows) if windows.tokens.shape[1] >= left else None
 
-    def _draft_looking(self, window: _Window, ctx: Context) -> None:
+    def _draft_looking(self, windows: _Windows, ctx: Context) -> None:
         """Draft in chunks, and lower the limits of rows that an EOS or the stop condition ends."""
         chunk = 1
         if self._reads_on(ctx):
             chunk = CHUNK_PER_TOKEN if self.stop.per_token else CHUNK
         probs: list[Tensor] = []
-        if window.logits:
-            self._shorten(window, probs, ctx)
-        while (wanted := max(window.limits)) and (
-            left := wanted + self._extra - window.tokens.shape[1]
+        if windows.logits:
+            self._shorten(windows, probs, ctx)
+        while (wanted := max(windows.limits)) and (
+            left := wanted + self._extra - windows.tokens.shape[1]
         ) > 0:
-            sequences = window.prefixes
-            if window.logits:
-                drafted = window.tokens.tolist()
+            sequences = windows.prefixes
+            if windows.logits:
+                drafted = windows.tokens.tolist()
                 sequences = []
-                for prefix, row in zip(window.prefixes, drafted):
+                for prefix, row in zip(windows.prefixes, drafted):
                     sequences.append(prefix + row)
-            self._read(window, sequences, min(left, chunk), ctx)
-            self._shorten(window, probs, ctx)
+            self._read(windows, sequences, min(left, chunk), ctx)
+            self._shorten(windows, probs, ctx)
 
     def _read(
-        self, window: _Window, sequences: Sequence[list[int]], steps: int, ctx: Context
+        self,
+        windows: _Windows,
+        sequences: Sequence[list[int]],
+        steps: int,
+        ctx: Context,
     ) -> None:
         """Read sequences and draft up to `steps` tokens after them."""
         reading = self.session.read(sequences, lookahead=steps - 1)
         logits = wide_as_target(reading.logits, self.target)
-        logits = ctx.process(logits, window.tokens)  # [B, n, V]
+        logits = ctx.process(logits, windows.tokens)  # [B, n, V]
         if self._reads_on(ctx):
             tokens = reading.greedy_tokens
         else:
-            tokens = ctx.draw(logits, window.tokens.shape[1])
-        window.add(logits, reading.hidden, tokens.to(self.device), reading.tokens_read)
+            tokens = ctx.draw(logits, windows.tokens.shape[1])
+        windows.add(logits, reading.hidden, tokens.to(self.device), reading.tokens_read)
 
-    def _shorten(self, window: _Window, probs: list[Tensor], ctx: Context) -> None:
+    def _shorten(self, windows: _Windows, probs: list[Tensor], ctx: Context) -> None:
         """Lower the limit of each row that has ended. `probs` collects the acceptance probabilities
         of the stop condition."""
-        looked_at = window.tokens
+        looked_at = windows.tokens
         if self.stop.per_token:
-            self._ask(window, probs, ctx)
-        if window.stop_mask is not None:
-            later = window.tokens.shape[1] - window.stop_mask.shape[1]
-            ends = torch.nn.functional.pad(window.stop_mask, (0, later))
-            looked_at = window.tokens.where(~ends, _END)
+            self._ask(windows, probs, ctx)
+        if windows.stop_mask is not None:
+            later = windows.tokens.shape[1] - windows.stop_mask.shape[1]
+            ends = torch.nn.functional.pad(windows.stop_mask, (0, later))
+            looked_at = windows.tokens.where(~ends, _END)
         for b, row in enumerate(looked_at.tolist()):
-            for i, token in enumerate(row[: window.limits[b]], 1):
+            for i, token in enumerate(row[: windows.limits[b]], 1):
                 if (
                     token == _END or token in self.eos_ids
                 ):  # nothing after an EOS is ever kept
                     doubted = token == _END and not self.stop.proposes_doubted
-                    window.limits[b] = i - doubted
+                    windows.limits[b] = i - doubted
                     break
 
-    def _ask(self, window: _Window, probs: list[Tensor], ctx: Context) -> None:
+    def _ask(self, windows: _Windows, probs: list[Tensor], ctx: Context) -> None:
         """Query the stop condition about the last drafted tokens."""
-        hidden = window.hidden[-1]
-        if self.stop.needs_state_after and len(window.hidden) == 1:
+        hidden = windows.hidden[-1]
+        if self.stop.needs_state_after and len(windows.hidden) == 1:
             # the first state follows the token before the window
             hidden = hidden[:, 1:]
         if not hidden.shape[1]:
             return
-        drafted = window.tokens[:, -window.hidden[-1].shape[1] :]
+        drafted = windows.tokens[:, -windows.hidden[-1].shape[1] :]
         probs.append(
-            self.stop.acceptance_probs(window.logits[-1], hidden, drafted, ctx)
+            self.stop.acceptance_probs(windows.logits[-1], hidden, drafted, ctx)
         )
-        window.stop_mask = self.stop.stop_mask(torch.cat(probs, 1), ctx.rows).to(
+        windows.stop_mask = self.stop.stop_mask(torch.cat(probs, 1), ctx.rows).to(
             self.device
         )
 
@@ -272,13 +276,13 @@ class ModelDrafter(Drafter):
         limits = most_drafted(self.session, self.target, ctx, left)
         return list(map(min, zip(wanted, limits)))
 
-    def _to_eos(self, window: _Window) -> Tensor:
+    def _to_eos(self, windows: _Windows) -> Tensor:
         """Return [B]: the number of tokens up to and including an EOS, within the limits. It is
         computed on the tokens' device."""
-        n = window.tokens.shape[1]
-        places = torch.arange(1, n + 1, device=window.tokens.device)
-        last = places.where((window.tokens[..., None] == self.eos).any(-1), n).amin(1)
-        return last.minimum(to_device(window.limits, window.tokens.device))
+        n = windows.tokens.shape[1]
+        places = torch.arange(1, n + 1, device=windows.tokens.device)
+        last = places.where((windows.tokens[..., None] == self.eos).any(-1), n).amin(1)
+        return last.minimum(to_device(windows.limits, windows.tokens.device))
 
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)
@@ -308,7 +312,7 @@ class TreeDrafter(Drafter):
         prefixes = []
         for row, n in zip(ctx.rows, limits):
             prefixes.append(row.prefix if n else row.prefix[:1])
-        reader = _Reader(self, ctx, prefixes)
+        reader = _LevelReader(self, ctx, prefixes)
         ends = PathEnds(limits, self.target.eos_ids, self.stop)
         grown = self.tree.grow(reader.read, ctx, ends)
         logits = torch.cat(reader.logits, 1)
@@ -323,7 +327,7 @@ class TreeDrafter(Drafter):
         self.session.copy(source, to)
 
 
-class _Reader:
+class _LevelReader:
     """A reader of a cycle's tokens, level by level."""
 
     def __init__(self, drafter: TreeDrafter, ctx: Context, prefixes: list[list[int]]):

@@ -89,7 +89,7 @@ class CudaGraphCache(PlainCache):
         super().__init__(lm, rows, capacity, backend.states)
         self._backend = backend
         self._recorded_capacity = capacity
-        self._recorded: dict[_Shape, _Recording] = {}
+        self._recorded: dict[_RecordingShape, _Recording] = {}
         self._pool: Any = None
 
     def of_layers(self, lm: LM, layers: Sequence[int], trees: bool) -> None:
@@ -134,7 +134,7 @@ class CudaGraphCache(PlainCache):
             self._recorded_capacity = self.slots.capacity
             self._pool = None
         is_tree = forward.parents is not None
-        shape = _Shape(
+        shape = _RecordingShape(
             forward.length, forward.num_states, forward.lookahead, kv_length, is_tree
         )
         recording = self._recorded.pop(shape, None) or _Recording(self, shape)
@@ -172,7 +172,7 @@ class CudaGraphCache(PlainCache):
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _RecordingShape:
     """Shape of a recording: `length` tokens of every row and `lookahead` further tokens. Logits are
     returned after the last `num_states` tokens and each further token; `kv_length` columns of the
     cache are visible."""
@@ -187,7 +187,7 @@ class _Shape:
 class _Recording:
     """A pass over every row of a cache, recorded if the cache is on a GPU."""
 
-    def __init__(self, cache: CudaGraphCache, shape: _Shape):
+    def __init__(self, cache: CudaGraphCache, shape: _RecordingShape):
         self.cache = cache
         self.shape = shape
         rows = cache.slots.num_rows

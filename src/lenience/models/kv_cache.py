@@ -226,12 +226,12 @@ class PlainCache:
     ):
         """Take `reads_ragged`: True or False if it is known whether rows can share a pass."""
         self.lm = lm
-        self.slots = _Slots(rows, capacity)
+        self.slots = _WriteSlots(rows, capacity)
         self.states = states
         self.reads_ragged = reads_ragged
         lm.capture(states)
         self._features = _RowStates(self.slots)
-        make_layer = cast(type[CacheLayerMixin], partial(_Layer, self.slots))
+        make_layer = cast(type[CacheLayerMixin], partial(_KVLayer, self.slots))
         self._mixers: MixerStates | None = None
         if lm.only_attends or lm.copies_cache:
             self._cache = PassCache(layer_class_to_replicate=make_layer)
@@ -258,7 +258,7 @@ class PlainCache:
         other.slots = self.slots
         other._features = _RowStates(self.slots)
         own = self._cache.layers
-        own += [_Layer(self.slots) for _ in range(len(own), max(layers) + 1)]
+        own += [_KVLayer(self.slots) for _ in range(len(own), max(layers) + 1)]
         other._cache = PassCache(layers=[own[i] for i in layers])
         return other
 
@@ -269,7 +269,7 @@ class PlainCache:
     def kept(self) -> Iterator[Tensor]:
         """Yield each kept tensor of states [rows, H, capacity + 1, D]."""
         for layer in self._cache.layers:
-            if isinstance(layer, _Layer):
+            if isinstance(layer, _KVLayer):
                 yield from layer.kept()
         if self._features.states is not None:
             yield self._features.states
@@ -413,7 +413,7 @@ class PlainCache:
 class _RowStates:
     """States [rows, H, capacity + 1, D] of all rows, written and read at the cache's slots."""
 
-    def __init__(self, slots: _Slots):
+    def __init__(self, slots: _WriteSlots):
         self.slots = slots
         self.states = cast(Tensor | None, None)
 
@@ -446,12 +446,12 @@ class _RowStates:
         return self.states
 
 
-class _Layer(CacheLayerMixin):
+class _KVLayer(CacheLayerMixin):
     """Keys and values of one layer."""
 
     is_sliding = False
 
-    def __init__(self, slots: _Slots):
+    def __init__(self, slots: _WriteSlots):
         super().__init__()
         self.slots = slots
         self._keys = _RowStates(slots)
@@ -481,10 +481,10 @@ class _Layer(CacheLayerMixin):
         return -1
 
 
-class _IndexedLayer(_Layer):
+class _IndexedLayer(_KVLayer):
     """Keys and values of one layer, with the keys of an index that picks some of them."""
 
-    def __init__(self, slots: _Slots):
+    def __init__(self, slots: _WriteSlots):
         super().__init__(slots)
         self._index_keys = _RowStates(slots)
 
@@ -498,22 +498,22 @@ class _IndexedLayer(_Layer):
         return self._index_keys.write(indexer_key_states[:, None])[:, 0]
 
 
-class _BothLayer(StateLayer, _Layer):  # type: ignore[misc,override]
+class _BothLayer(StateLayer, _KVLayer):  # type: ignore[misc,override]
     """Keys and values of one layer that also keeps a state."""
 
-    def __init__(self, slots: _Slots, number_of_states: int):
+    def __init__(self, slots: _WriteSlots, number_of_states: int):
         StateLayer.__init__(self, number_of_states)
-        _Layer.__init__(self, slots)
+        _KVLayer.__init__(self, slots)
 
 
-def _equivalent(layer: object, slots: _Slots) -> Any:
+def _equivalent(layer: object, slots: _WriteSlots) -> Any:
     """Return the layer of a PlainCache for a layer of transformers' own cache."""
     if isinstance(layer, SHARING_LAYER):
         return SHARING_LAYER()
     if isinstance(layer, DynamicIndexedLayer):
         return _IndexedLayer(slots)
     if not isinstance(layer, LinearAttentionLayer):
-        return _Layer(slots)
+        return _KVLayer(slots)
     if isinstance(layer, CacheLayerMixin):
         return _BothLayer(slots, layer.number_of_states)
     return StateLayer(layer.number_of_states)
@@ -548,7 +548,7 @@ def _prepare_mixers(lm: LM) -> None:
 
 
 @dataclass
-class _Slots:
+class _WriteSlots:
     """Where a pass writes its states; shared by all layers of a cache."""
 
     num_rows: int

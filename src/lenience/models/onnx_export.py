@@ -189,7 +189,7 @@ class _Twin(torch.nn.Module):
         sight: Visibility,
         kept: Tensor | int,
         past: list[Tensor],
-        layers: list[_Layer],
+        layers: list[_TracedLayer],
         inputs: Tensor | None = None,
     ) -> tuple[Any, ...]:
         """Return logits, hidden states, features if any, and the new keys and values of `ids` [m,
@@ -244,7 +244,7 @@ class _First(_Twin):
         columns = torch.arange(past[0].shape[2])
         old = torch.where(columns < cached[:, None], columns, NOWHERE)  # [m, C]
         keys = torch.cat([old, at.masked_fill(padding, NOWHERE)], 1)
-        layers = [_Layer() for _ in past[::2]]
+        layers = [_TracedLayer() for _ in past[::2]]
         read = self.read(
             ids, Visibility(at, keys), kept, past, layers=layers, inputs=inputs
         )
@@ -271,7 +271,7 @@ class _Branching(_Twin):
         inputs: Tensor | None,
     ) -> tuple[Any, ...]:
         """Return the pass over trees."""
-        layers = [_Layer() for _ in past[::2]]
+        layers = [_TracedLayer() for _ in past[::2]]
         return self.read(
             ids, Visibility(*sight), kept, past, layers=layers, inputs=inputs
         )
@@ -292,7 +292,7 @@ class _Step(_Twin):
         (token, *state), (after, places) = said, where
         at = (after + i)[:, None]  # [m, 1]
         here = (places[:, past[0].shape[2] :] == at)[:, None, :, None]  # [m, 1, K, 1]
-        layers = [_Layer(here, *states) for states in zip(near[::2], near[1::2])]
+        layers = [_TracedLayer(here, *states) for states in zip(near[::2], near[1::2])]
         inputs = state[0][:, None] if state else None
         logits, hidden, near = self.read(
             token[:, None],
@@ -306,7 +306,7 @@ class _Step(_Twin):
         return logits[:, -1].argmax(-1), *carried, near, logits[:, -1], hidden[:, -1]
 
 
-class _Layer(CacheLayerMixin):
+class _TracedLayer(CacheLayerMixin):
     """Keys and values of a layer during tracing. In a loop the new ones are written into `near`
     where `here` is True. They are kept for the graph's output."""
 

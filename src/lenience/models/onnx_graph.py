@@ -174,7 +174,7 @@ class _Memory:
     """[2 · layers, rows, H, C, D]: keys and values of each layer."""
     features: Tensor
     """[rows, C, F]: features of each token."""
-    calls: dict[Graph, dict[_Shape, _Call]] = field(default_factory=dict)
+    calls: dict[Graph, dict[_CallShape, _Call]] = field(default_factory=dict)
     """Bound calls by graph: the memory's graph, and graphs of models that share its layers."""
 
     @classmethod
@@ -307,13 +307,13 @@ class GraphCache:
         if forward.length > 1 and scores > LARGEST_SCORES:
             return self._in_halves(forward, profile)
         if end - first > 2 * len(forward.rows):  # rows far apart are gathered
-            shape = _Shape.of(forward)
+            shape = _CallShape.of(forward)
             past = [self.states[place][forward.rows] for place in self._places.tolist()]
             call = _Call(self._graph(shape), past, shape)
             places = list(range(len(forward.rows)))
         else:
             # rows in between count as padding, since gathering would copy most of the cache
-            call = self._call(_Shape.of(forward, first, end))
+            call = self._call(_CallShape.of(forward, first, end))
             places = [row - first for row in forward.rows]
         profile.add("cache")
         logits, hidden = call(forward, places, self.lm)
@@ -398,14 +398,14 @@ class GraphCache:
         )
         return self.read(last, profile)
 
-    def _graph(self, shape: _Shape) -> Graph:
+    def _graph(self, shape: _CallShape) -> Graph:
         """Return the graph for a shape: the graph for trees or the graph for chains."""
         if not shape.is_tree:
             return self.graph
         assert self.graph.trees is not None
         return self.graph.trees
 
-    def _call(self, shape: _Shape) -> _Call:
+    def _call(self, shape: _CallShape) -> _Call:
         """Return the bound call for a shape; small calls are kept for reuse."""
         calls = self._memory.calls.setdefault(self.graph, {})
         call = calls.get(shape)
@@ -422,7 +422,7 @@ class GraphCache:
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _CallShape:
     """Shape of a bound call."""
 
     first: int
@@ -434,7 +434,7 @@ class _Shape:
     is_tree: bool
 
     @classmethod
-    def of(cls, forward: Forward, first: int = 0, end: int = 0) -> _Shape:
+    def of(cls, forward: Forward, first: int = 0, end: int = 0) -> _CallShape:
         is_tree = forward.parents is not None
         return cls(
             first,
@@ -450,7 +450,7 @@ class _Call:
     """A graph bound to cached states and to a shape, so that each call only writes a few
     numbers."""
 
-    def __init__(self, graph: Graph, past: Sequence[Tensor], shape: _Shape):
+    def __init__(self, graph: Graph, past: Sequence[Tensor], shape: _CallShape):
         """Take `past`: the cached keys and values, each [m, H, C, D] and contiguous."""
         (m, _, capacity, _), length = past[0].shape, shape.length
         self.graph = graph
@@ -490,7 +490,7 @@ class _Call:
             self.features = torch.empty(m, length, graph.feature_size)
             self._bind_output("features", self.features)
 
-    def _inputs(self, shape: _Shape) -> dict[str, NDArray[Any]]:
+    def _inputs(self, shape: _CallShape) -> dict[str, NDArray[Any]]:
         """Return the inputs of a call, except for the cached states."""
         kept = np.arange(shape.length - shape.num_states, shape.length)
         inputs: dict[str, NDArray[Any]] = {"ids": self.ids, "kept": kept}

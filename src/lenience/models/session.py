@@ -43,7 +43,7 @@ class _Pending:
 
 
 @dataclass(frozen=True)
-class _Tree:
+class _RowTree:
     """The tree formed by the last tokens of a row."""
 
     start: int
@@ -115,7 +115,7 @@ class Session:
         default."""
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
         self._pending: list[_Pending] = []
-        self._trees: dict[int, _Tree] = {}
+        self._trees: dict[int, _RowTree] = {}
         if cache is None and (backend := lm.backend_for(states)):
             cache = backend.cache(lm, rows, capacity)
         self.cache: RowCache = cache or own_cache(lm, rows, capacity, states)
@@ -276,7 +276,7 @@ class Session:
         for row, sequence, new in zip(rows, sequences, parents or repeat(None)):
             tree = self._trees.pop(row, None)
             if new is not None:
-                self._trees[row] = _Tree(len(sequence) - len(new), new)
+                self._trees[row] = _RowTree(len(sequence) - len(new), new)
             if tree is None:
                 continue
             held = self._tokens[row]
@@ -285,7 +285,7 @@ class Session:
             else:
                 self._keep_path(row, tree, sequence)
 
-    def _keep_path(self, row: int, tree: _Tree, sequence: list[int]) -> None:
+    def _keep_path(self, row: int, tree: _RowTree, sequence: list[int]) -> None:
         """Keep the path of a row's tree that a sequence follows."""
         held = self._tokens[row]
         drafted = held[tree.start :]

@@ -46,7 +46,7 @@ def stop_states(
     greedily by default; the draft's tokens are drawn with the same noise, as in decoding."""
     response = torch.tensor(sample.response_ids)
     places = torch.arange(0, len(response), max(1, -(-len(response) // STOP_TOKENS)))
-    read = _Answer(pair, sample.prompt_ids, sample.response_ids)
+    read = _ReadAnswer(pair, sample.prompt_ids, sample.response_ids)
     drafted = read.drafted_tokens(sampling or Decoder())[places]
     rejected = drafted != response[places]
     return read.states(places, drafted, inputs), rejected.to(torch.uint8)
@@ -82,14 +82,14 @@ def decided_states(
             [origins[i] == "correction" for i in places], dtype=torch.bool
         )
         at = torch.tensor(places, dtype=torch.long)
-        read = _Answer(pair, out.prompt_tokens, out.tokens)
+        read = _ReadAnswer(pair, out.prompt_tokens, out.tokens)
         kept = torch.tensor(out.tokens)[at]
         drafted = torch.where(rejected, read.drafted_tokens(Decoder())[at], kept)
         labelled.append((read.states(at, drafted, inputs), rejected.to(torch.uint8)))
     return labelled
 
 
-class _Answer:
+class _ReadAnswer:
     """An answer with the draft's states along it."""
 
     def __init__(self, pair: Pair, prompt: list[int], response: list[int]):

@@ -26,7 +26,7 @@ SHARE_WHOLE = 0.4
 end of a window, so that one head serves every position."""
 
 
-class _Reader(Rule):
+class _Recorder(Rule):
     """A rule that accepts nothing and records the look-ahead values of each window."""
 
     def __init__(self, with_draft: bool, kinds: Tensor):
@@ -82,7 +82,7 @@ def _read_together(
     assert inputs.ahead is not None
     kinds = lookahead.kinds_of(pair.target.token_mask).to(pair.target.device)
     window = 1 + inputs.ahead
-    reader = _Reader("draft" in inputs.models, kinds)
+    reader = _Recorder("draft" in inputs.models, kinds)
     decoder = pair.decoder({"rule": reader, "window": window})
     longest = (
         max(len(sample.prompt_ids) + len(sample.final_ids) for sample in samples)

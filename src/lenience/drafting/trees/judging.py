@@ -46,7 +46,7 @@ def judge_trees(
         reading = _of_nodes(reading, readings, flat)
         return verify_drawn(draft, reading, on_rows, upwards=rule.verifies == "up")
     verdicts = rule(windows, readings, ctx)
-    trees = [_Tree.of(row[:n]) for row, n in zip(draft.tokens.tolist(), lengths)]
+    trees = [_TreeVerdict.of(row[:n]) for row, n in zip(draft.tokens.tolist(), lengths)]
     for path, verdict in zip(flat, verdicts):
         trees[path.row].add(path.nodes, verdict)
     found = list[Verdict]()
@@ -62,7 +62,7 @@ class _Path:
 
 
 @dataclass
-class _Tree:
+class _TreeVerdict:
     """A verdict on a row's tree, built path by path."""
 
     tokens: list[int]
@@ -74,7 +74,7 @@ class _Tree:
     next_token: int | None = None
 
     @classmethod
-    def of(cls, tokens: list[int]) -> _Tree:
+    def of(cls, tokens: list[int]) -> _TreeVerdict:
         return cls(tokens, [False] * len(tokens), [None] * len(tokens))
 
     def add(self, nodes: list[int], verdict: Verdict) -> None:

@@ -35,7 +35,7 @@ PADDING = 0
 
 
 @dataclass
-class _Step:
+class _Verification:
     """The verification of one batch."""
 
     batch: Any
@@ -49,7 +49,7 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class _Chains:
+class _DraftedChains:
     """The drafted chains of a batch, concatenated: N drafted tokens in all."""
 
     windows: Windows
@@ -73,7 +73,7 @@ class Verification:
         self.deciding = WindowDecider(self.requests, server, config, logger)
         self.pads = args.speculative_algorithm == "NGRAM"
         """True if windows end with padding."""
-        self._step: _Step | None = None
+        self._step: _Verification | None = None
         self._finished = Counts()
 
     def totals(self) -> dict[str, int]:
@@ -88,7 +88,7 @@ class Verification:
         verify_input, batch, logits_output = args[:3]
         if batch.forward_mode.is_idle():
             return original(*args, **kwargs)
-        self._step = _Step(batch, verify_input, logits_output)
+        self._step = _Verification(batch, verify_input, logits_output)
         self._begin(self._step)
         try:
             result = original(*args, **kwargs)
@@ -135,7 +135,7 @@ class Verification:
             *args, **{**kwargs, "target_probs": probs, "candidates": candidates}
         )
 
-    def _begin(self, step: _Step) -> None:
+    def _begin(self, step: _Verification) -> None:
         """Bring the requests' tokens up to date."""
         tokens = step.verify_input.draft_token.view(-1, step.width)
         changes = self.requests.begin_step(
@@ -147,8 +147,8 @@ class Verification:
         self.deciding.resume(changes.resumed)
 
     def _decide(
-        self, step: _Step, candidates: Tensor, greedy: bool
-    ) -> tuple[_Chains, KernelEdits]:
+        self, step: _Verification, candidates: Tensor, greedy: bool
+    ) -> tuple[_DraftedChains, KernelEdits]:
         chains = self._chains(step, candidates)
         return chains, self.deciding.orders(chains.windows, greedy)
 
@@ -167,7 +167,7 @@ class Verification:
             return False
         return True
 
-    def _chains(self, step: _Step, candidates: Tensor) -> _Chains:
+    def _chains(self, step: _Verification, candidates: Tensor) -> _DraftedChains:
         """Return the chains of a batch. A request that has ended, or whose window is padding, has
         an empty one."""
         width = step.width
@@ -203,7 +203,7 @@ class Verification:
             hidden=hidden,
             probs=None,
         )
-        return _Chains(windows, at, drafted)
+        return _DraftedChains(windows, at, drafted)
 
 
 def _path(links: list[int]) -> list[int]:
@@ -217,7 +217,7 @@ def _path(links: list[int]) -> list[int]:
     return path
 
 
-def _forced(chains: _Chains, edits: KernelEdits) -> tuple[Tensor, Tensor]:
+def _forced(chains: _DraftedChains, edits: KernelEdits) -> tuple[Tensor, Tensor]:
     """Return the nodes after which tokens are forced, and these tokens."""
     device = chains.rows.device
     places = torch.tensor(list(edits.tokens), device=device)
@@ -225,7 +225,7 @@ def _forced(chains: _Chains, edits: KernelEdits) -> tuple[Tensor, Tensor]:
     return chains.rows[places], tokens
 
 
-def _redrawn(candidates: Tensor, chains: _Chains, edits: KernelEdits) -> Tensor:
+def _redrawn(candidates: Tensor, chains: _DraftedChains, edits: KernelEdits) -> Tensor:
     """Return the candidates with other tokens in place of those that are rejected but drawn again:
     the kernel would accept them."""
     drafted = chains.windows.tokens

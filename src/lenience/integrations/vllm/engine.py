@@ -209,14 +209,16 @@ class VllmPair(Pair):
         window = use.window
         engine = self._engine(use)
         waiting = iter(enumerate(prompts))
-        active: dict[str, _Answer] = {}
+        active: dict[str, _StreamedAnswer] = {}
         try:
             while True:
                 while len(active) < batch_size and (next_one := next(waiting, None)):
                     number, prompt = next_one
                     name = f"{KEY}-{next(self._numbers)}"
                     out = decoder.answer(list(prompt), window, number)
-                    active[name] = _Answer(number, out, decoder, self.reader(decoder))
+                    active[name] = _StreamedAnswer(
+                        number, out, decoder, self.reader(decoder)
+                    )
                     params = self._params(decoder, window, number)
                     engine.add_request(name, {"prompt_token_ids": prompt}, params)
                 if not active:
@@ -571,7 +573,7 @@ def _stepped(engine: Any) -> list[Any]:
     return engine.step() if engine.has_unfinished_requests() else []
 
 
-class _Answer:
+class _StreamedAnswer:
     """An answer that vLLM returns step by step."""
 
     def __init__(self, number: int, out: Generation, decoder: Decoder, reader: LM):
