@@ -39,7 +39,8 @@ def race(
 def test_a_race_decodes_as_generate_does_and_counts_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, results = race(pair, monkeypatch, force_terminal=False)
+    printed, results = race(pair, monkeypatch, force_terminal=False)
+    assert "lenience[onnx]" not in printed
     second = take(WordMath(), "test", 2)[1]
     for setting, result in zip(live.SETTINGS, results, strict=True):
         out = pair.generate(second.prompt, max_new_tokens=320, **setting.options)
@@ -52,7 +53,9 @@ def test_a_race_decodes_as_generate_does_and_counts_it(
 def test_without_a_terminal_the_finished_columns_are_printed_once(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Pair, "compiled", False)
     printed, _ = race(pair, monkeypatch, force_terminal=False, color_system=None)
+    assert "pip install 'lenience[onnx]'" in printed
     assert ESCAPE not in printed
     for setting in live.SETTINGS:
         assert printed.count(f"─ {setting.title} ─") == 1
