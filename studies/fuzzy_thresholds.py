@@ -11,14 +11,18 @@ Writes OUT/fuzzy_thresholds.json and prints it:
   positions that must be accepted solves a + a² + … + a^L = L' for a window of L tokens, and the
   threshold is the a-quantile of the divergences. Each of three trials decodes 30 problems and
   corrects a by what it measured;
-- `levels`: the calibrated thresholds (low, medium and high), `random` at the same shares, and
-  strict decoding on other problems. With a temperature the draft drafts greedily and corrections
-  are sampled, which is the paper's main setting; `paired` holds exact McNemar tests;
+- `levels`: the calibrated thresholds (low, medium and high), `random` at the shares that give the
+  numbers of accepted tokens measured in the trials, and strict decoding on other problems. With a
+  temperature the draft drafts greedily and corrections are sampled, which is the paper's main
+  setting; `paired` holds exact McNemar tests;
 - `bound`: the divergence KL(target ‖ output) of whole answers where the draft samples, from the
   target's own sampled answers, beside the paper's bound N · %D · T. For a draft that drafts
-  greedily the divergence is infinite, and TV is told instead;
+  greedily the divergence is infinite, and TV is told instead. It is infinite everywhere for a
+  draft with a draft vocabulary, and left out;
 - `js_step`: two sequences of two tokens whose Jensen–Shannon divergence is above the sum of those
   of their tokens, so that the bound fails for JS.
+
+OUT/calibration.json and OUT/compare keep what is done; the command resumes.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +44,8 @@ from rich.progress import track
 from scipy.optimize import brentq
 
 from lenience.cli.console import progress_bars
+from lenience.core.errors import InputError
+from lenience.core.files import read_json, write_json
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.tasks import Sample, Task, take
@@ -94,8 +101,30 @@ class Chooser:
             )
             aim *= length / max(measured, 0.05)
         best = min(trials, key=lambda trial: abs(trial["accepted_per_pass"] - length))
-        chosen = {name: best[name] for name in ("threshold", "share")}
-        return {"wanted": length, "trials": trials, **chosen}
+        return {
+            "wanted": length,
+            "trials": trials,
+            "threshold": best["threshold"],
+            "share": share_for(best["accepted_per_pass"], self.window),
+        }
+
+    def resumed(self, lengths: Sequence[float], path: Path) -> list[dict[str, Any]]:
+        """Return the choices for all lengths; those that `path` holds are not made again. Raises
+        InputError if it holds choices of other settings."""
+        asked = {"pair": self.pair.name, "window": self.window, **self.options}
+        known: dict[float, dict[str, Any]] = {}
+        if path.exists():
+            before = read_json(path)
+            if before["asked"] != asked:
+                raise InputError(
+                    f"{path}: holds choices of other settings; name another OUT"
+                )
+            known = {each["wanted"]: each for each in before["chosen"]}
+        for length in track(lengths, "thresholds"):
+            if length not in known:
+                known[length] = self.choose(length)
+                write_json(path, {"asked": asked, "chosen": list(known.values())})
+        return [known[length] for length in lengths]
 
     def measure(self, threshold: float) -> float:
         """Return the accepted tokens per pass, without corrections and bonus tokens."""
@@ -144,8 +173,8 @@ def kind_of(task: Task, sample: Sample) -> str:
 def levels(
     pair: Pair, task: Task, chosen: list[dict[str, Any]], given: argparse.Namespace
 ) -> dict[str, Any]:
-    """Compare the chosen thresholds with strict decoding and with random acceptance at the same
-    shares."""
+    """Compare the chosen thresholds with strict decoding and with random acceptance of as many
+    tokens."""
     options: dict[str, Any] = {"temperature": given.temperature}
     strict = "exact"
     if given.temperature:
@@ -284,9 +313,12 @@ def study(given: argparse.Namespace) -> dict[str, Any]:
         options=options,
         trials_on=samples[:TRIAL_PROBLEMS],
     )
-    chosen = [chooser.choose(length) for length in track(given.lengths, "thresholds")]
+    chosen = chooser.resumed(given.lengths, given.out / "calibration.json")
     limits = [each["threshold"] for each in chosen]
-    kl_limits = np.quantile(found.values["kl"], KL_SHARES).round(4).tolist()
+    kl = found.values["kl"]
+    kl_limits = (
+        np.quantile(kl, KL_SHARES).round(4).tolist() if np.isfinite(kl).all() else []
+    )
     return {
         "pair": pair.name,
         "task": task.label,

@@ -70,10 +70,11 @@ def heads(
     rules = []
     for acceptance in given.acceptance:
         folder = out / f"mixture-{acceptance:g}"
-        if not (folder / "done").is_file():
+        done = folder / f"done-{given.updates}"
+        if not done.is_file():
             plan = MixturePlan(folder, acceptance=acceptance, updates=given.updates)
             with_bars(fit_mixture, pair, task, run, plan)
-            (folder / "done").touch()
+            done.touch()
         history = load_head(folder, "mixture").metrics["history"]
         part = max(1, len(history) // 5)
         figures: Record = {"acceptance": acceptance, "updates": len(history)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from lenience.core.errors import InputError
 from lenience.decoding.pair import Pair
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "studies"))
@@ -107,6 +109,37 @@ def test_lookahead_decoding_answers_as_the_target(llama: Pair) -> None:
 def test_the_share_gives_the_wanted_length(length: float) -> None:
     share = fuzzy_thresholds.share_for(length, 5)
     assert sum(share**i for i in range(1, 6)) == pytest.approx(length, abs=1e-6)
+
+
+def test_a_calibration_resumes_and_refuses_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[float]()
+
+    def measure(self: fuzzy_thresholds.Chooser, threshold: float) -> float:
+        tried.append(threshold)
+        return 2.0
+
+    monkeypatch.setattr(fuzzy_thresholds.Chooser, "measure", measure)
+
+    def chosen(lengths: list[float], window: int) -> list[dict]:
+        chooser = fuzzy_thresholds.Chooser(
+            SimpleNamespace(name="pair"),  # type: ignore[arg-type]
+            SimpleNamespace(),  # type: ignore[arg-type]
+            np.linspace(0, 0.6, 100),
+            window=window,
+            options={"temperature": 1.0},
+            trials_on=[],
+        )
+        return chooser.resumed(lengths, tmp_path / "calibration.json")
+
+    first = chosen([1.0, 2.0], 5)
+    assert len(tried) == 6
+    # `random` keeps as many tokens as were measured
+    assert sum(first[0]["share"] ** i for i in range(1, 6)) == pytest.approx(2.0)
+    assert chosen([2.0, 1.0], 5) == first[::-1] and len(tried) == 6
+    with pytest.raises(InputError, match="other settings; name another OUT"):
+        chosen([1.0], 4)
 
 
 def test_js_of_a_sequence_may_exceed_the_sum_of_its_tokens() -> None:
