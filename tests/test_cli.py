@@ -239,7 +239,7 @@ def test_show_colours_without_losing_text() -> None:
         ),
         (
             ["generate", "Ann", "--tree", "dynamic:8", "--drafter", "ngram"],
-            "proposes chains",
+            "needs trees, and drafter ngram has none; take another drafter or --tree chain",
         ),
         (["decode"], "decode"),
         (["generate", "Ann", "--dtype", "float99"], "float99"),

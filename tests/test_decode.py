@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -348,6 +349,22 @@ def test_a_draft_has_a_temperature_of_its_own(llama: Pair) -> None:
     ):
         with pytest.raises(InputError, match="draft_temperature"):
             llama.generate([5, 9], **{"draft_temperature": 0.0, **options, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"drafter": "ngram"}, "drafter ngram has none; take --drafter model or leave"),
+        ({"drafter": "model|suffix"}, "drafter model|suffix has none; take --drafter"),
+        ({"tree": "dynamic:4"}, "a tree has none; take --tree chain or leave it out"),
+    ],
+)
+def test_a_draft_temperature_needs_one_model_that_samples_chains(
+    llama: Pair, options: dict[str, str], why: str
+) -> None:
+    said = "draft_temperature 0.5: needs tokens that a single model samples, and "
+    with pytest.raises(InputError, match=re.escape(said + why)):
+        llama.generate([5, 9], temperature=1.0, draft_temperature=0.5, **options)
 
 
 @pytest.mark.parametrize("draft_temperature", [None, 0.0, 2.0])

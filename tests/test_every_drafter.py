@@ -131,6 +131,19 @@ def answers_as_the_target(
                 assert [out.tokens for out in outs] == wanted, (spec, tree, size)
 
 
+@pytest.mark.parametrize("spec", [*SPECS, "mtp"])
+def test_drafters_that_name_layers_say_that_they_read_them(
+    llama: Pair, folder: Path, spec: str
+) -> None:
+    if "store" in spec:
+        build_store(
+            iter([[5, 6, 7, 9]]), llama.target.tokenizer_fingerprint, folder / "store"
+        )
+    drafter = parse_drafter(spec.format(folder=folder))
+    reads = Sources.LAYER_STATES in drafter.needs
+    assert reads is bool(drafter.features(llama.target))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_drafter_serves(llama: Pair, folder: Path, spec: str) -> None:

@@ -53,7 +53,7 @@ def test_a_race_decodes_as_generate_does_and_counts_it(
 def test_without_a_terminal_the_finished_columns_are_printed_once(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pair, "compiled", False)
+    monkeypatch.setattr(live, "refuses", lambda lm: live.NEEDS_ONNX)
     printed, _ = race(pair, monkeypatch, force_terminal=False, color_system=None)
     assert "pip install 'lenience[onnx]'" in printed
     assert ESCAPE not in printed

@@ -162,8 +162,9 @@ def test_acceptance_is_counted_by_rank_and_depth(llama: Pair, tmp_path: Path) ->
     assert isinstance(tree, Shape) and tree.size <= 6
     out = llama.generate([5, 6], tree=spec, max_new_tokens=24)
     assert out.tokens == llama.generate([5, 6], rule="target", max_new_tokens=24).tokens
-    with pytest.raises(InputError, match="proposes no trees"):
-        measure_acceptance(llama, prompts, parse_drafter("ngram"))
+    for none_of_its_own in ("ngram", "model|suffix"):
+        with pytest.raises(InputError, match="proposes no trees"):
+            measure_acceptance(llama, prompts, parse_drafter(none_of_its_own))
     with pytest.raises(InputError, match="has no ranks"):
         measure_acceptance(llama, prompts, parse_drafter("suffix"))
     (tmp_path / "tree.json").write_text(

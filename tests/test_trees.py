@@ -381,7 +381,7 @@ def test_a_tree_is_cut_at_a_depth() -> None:
         ({"tree": "cartesian:2,x"}, "whole number"),
         (
             {"tree": "dynamic:8", "drafter": "ngram"},
-            "needs trees, and drafter ngram has none; take --drafter model",
+            "needs trees, and drafter ngram has none; take another drafter or --tree chain",
         ),
         ({"tree": "cartesian:2,2", "drafter": "suffix"}, "dynamic:NODES"),
         (
@@ -580,7 +580,7 @@ def test_the_fastest_shape_is_picked_and_answers_stay_the_targets(llama: Pair) -
         llama.generate(prompt, tree="auto", window=8)
     with pytest.raises(
         InputError,
-        match="needs trees, and drafter ngram has none; take --drafter model",
+        match="needs trees, and drafter ngram has none; take another drafter or",
     ):
         llama.generate(prompt, tree="auto", window="auto", drafter="ngram")
 

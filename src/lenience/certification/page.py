@@ -14,7 +14,7 @@ from lenience.core.templates import read_template
 def write_page(path: Path, certificate: Certificate) -> None:
     """Write a certificate's HTML page."""
     page = read_template("certificate.html").render(
-        made=certificate, rungs=tested_settings(certificate)
+        made=certificate, figure=tested_settings(certificate)
     )
     write_text(path, page)
 

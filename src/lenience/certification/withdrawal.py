@@ -70,7 +70,7 @@ def _outcome(
     binds = {**on.pair.binding(decoder), **decoder.bound(), "reads": on.task.reads}
     binds |= {"loss": certificate.loss, "task": on.task.label, "stop": None}
     binds["drafter"] = str(decoder.without_paths().drafter)
-    if str(decoder.tree) == "chain":
+    if decoder.tree.is_chain:
         del binds["tree"]  # as in ledgers from before there were trees
     return Outcome(
         key=on.attempt.key,

@@ -17,6 +17,7 @@ from rich.text import Text
 from lenience.cli.console import say, screen
 from lenience.cli.tables import MARKS, STYLES
 from lenience.decoding.response import TextStream
+from lenience.models.compile import NEEDS_ONNX, refuses
 from lenience.tasks import take
 
 if TYPE_CHECKING:
@@ -31,11 +32,6 @@ NARROWEST_COLUMN = 28
 """Minimum width of a column, in characters; in a narrower terminal the columns are stacked."""
 SCORED = 12
 """Number of problems decoded at full speed after the one that is shown."""
-NOT_COMPILED = (
-    "These passes run in PyTorch, where the draft's passes take most of the time. Exported passes "
-    "are several times faster: pip install 'lenience[onnx]'"
-)
-"""Note after a race without exported passes."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +116,8 @@ def race(
     _show(lanes, task, shown, slowest.seconds)
     results = _at_full_speed(pair, task, samples[1:], settings)
     screen.print(_summary(results, len(samples) - 1))
-    if not pair.compiled and pair.target.device.type == "cpu":
-        say(NOT_COMPILED)
+    if refuses(pair.target) == NEEDS_ONNX:
+        say(f"These passes run in PyTorch and are several times slower: {NEEDS_ONNX}")
     return results
 
 

@@ -21,6 +21,8 @@ _Place = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Label:
+    """A label of a mark at (x, y), in the data's coordinates."""
+
     x: float
     y: float
     text: str

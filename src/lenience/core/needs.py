@@ -37,7 +37,7 @@ _NAMES = {
     Parts.KEPT_WHOLE: "windows that can be kept whole",
     Parts.EARLY_ENDS: "windows that a stop condition can end",
     Parts.TREES: "trees",
-    Parts.OWN_TEMPERATURE: "tokens of one model at a temperature of its own",
+    Parts.OWN_TEMPERATURE: "tokens that a single model samples",
 }
 
 
@@ -86,10 +86,19 @@ class Needs:
         )
 
 
-def check_offered(
-    who: str, needed: Parts, offered: Parts, giver: str, mend: str
-) -> None:
-    """Raise InputError if `who`, a rule or a stop condition, needs parts that `giver` does not
-    offer. `mend` is the fix in the message."""
-    for part in needed & ~offered:
-        raise InputError(f"{who}: needs {part}, and {giver} has none; take {mend}")
+@dataclass(frozen=True)
+class Requirement:
+    """Parts of windows that a part of a decoder needs."""
+
+    who: str
+    """Name of the part of the decoder, such as a rule with its spec."""
+    parts: Parts
+    otherwise: str = ""
+    """Way to do without the parts, for messages."""
+
+    def check(self, giver: str, offered: Parts, fix: str) -> None:
+        """Raise InputError if `giver` does not offer the parts. `fix` says in the message what
+        offers them."""
+        for part in self.parts & ~offered:
+            ways = " or ".join(filter(None, (fix, self.otherwise)))
+            raise InputError(f"{self.who}: needs {part}, and {giver} has none; {ways}")

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 
 from lenience.core.errors import InputError
-from lenience.core.needs import Parts, Sources, check_offered
+from lenience.core.needs import Parts, Requirement, Sources
 from lenience.decoding.decoder import Decoder
 from lenience.drafting.model import DraftModel
 from lenience.drafting.trees.shapes import LARGEST
@@ -62,13 +62,14 @@ def check_decoder(
 
 
 def _check_rule(decoder: Decoder) -> None:
-    """Raise InputError if the rule is not for this temperature or for what the drafter reads."""
+    """Raise InputError if the rule has no form for this temperature, or depends on proposals that
+    come from earlier answers."""
     rule = decoder.rule
     drafter = decoder.drafter
     if rule.needs.sampling and decoder.temperature == 0:
         raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
     greedy = decoder.temperature == 0 and is_lossless(rule)
-    is_strict = greedy or str(rule) == "exact"
+    is_strict = greedy or decoder.is_exact
     if Sources.EARLIER_ANSWERS in drafter.needs and not is_strict:
         raise InputError(
             f"drafter {drafter}: proposes tokens from earlier answers, and answers by "
@@ -106,45 +107,48 @@ def _check_drafter(
 
 
 def _check_offered(decoder: Decoder, models: Mapping[str, LM]) -> None:
-    """Raise InputError if a part of the decoder needs parts of windows that the others do not
+    """Raise InputError if a part of the decoder needs parts of windows that another part does not
     offer."""
-    needed = {
-        f"rule {decoder.rule}": decoder.rule.needs.window,
-        f"stop {decoder.stop}": decoder.stop.needs,
-    }
+    for requirement in _requirements(decoder):
+        for giver, offered, fix in _offers(decoder, models):
+            requirement.check(giver, offered, fix)
+
+
+def _requirements(decoder: Decoder) -> Iterator[Requirement]:
+    """Yield what the parts of a decoder need."""
+    yield Requirement(f"rule {decoder.rule}", decoder.rule.needs.window)
+    yield Requirement(f"stop {decoder.stop}", decoder.stop.needs)
     if decoder.tree_shapes:
-        needed[f"tree {decoder.tree}"] = Parts.TREES
+        yield Requirement(f"tree {decoder.tree}", Parts.TREES, "--tree chain")
     if decoder.draft_temperature is not None:
-        needed[f"draft_temperature {decoder.draft_temperature}"] = Parts.OWN_TEMPERATURE
-    for who, parts in needed.items():
-        for giver, offered, mend in _offers(decoder, models):
-            check_offered(who, parts, offered, giver, mend)
+        who = f"draft_temperature {decoder.draft_temperature:g}"
+        yield Requirement(who, Parts.OWN_TEMPERATURE, "leave it out")
 
 
 def _offers(
     decoder: Decoder, models: Mapping[str, LM]
 ) -> Iterator[tuple[str, Parts, str]]:
-    """Yield what limits the parts of windows: its name, the parts that it offers, and what to take
-    instead."""
-    drafter = decoder.drafter
+    """Yield the names of the drafter, the tree and the translation, with the parts of windows that
+    each offers, and the fix for a message."""
     always = Parts.DRAWS | Parts.KEPT_WHOLE
-    yield f"drafter {drafter}", drafter.offers | always, "--drafter model"
+    for member in decoder.drafter.members:
+        if Parts.TREES not in member.offers:
+            yield f"drafter {member}", ~Parts.TREES, "take another drafter"
+    drafter = decoder.drafter
+    yield f"drafter {drafter}", drafter.offers | always, "take --drafter model"
     if decoder.branches:
         # leaves have no states, and one path is kept
         lacking = Parts.STATES | Parts.KEPT_WHOLE | Parts.OWN_TEMPERATURE
         if decoder.temperature > 0 and not decoder.verifies_draws:
             lacking |= Parts.DRAWS
-        mend = "a drafter alone" if decoder.tree.is_chain else "--tree chain"
-        yield "a tree", ~lacking, mend
+        fix = "a drafter alone" if decoder.tree.is_chain else "--tree chain"
+        yield "a tree", ~lacking, f"take {fix}"
     if drafter.needs_draft and not share_vocabulary(models):
         offered = Parts.EARLY_ENDS | always
         if decoder.temperature > 0:
             offered |= Parts.PROBS
-        yield (
-            "a draft with another tokenizer",
-            offered,
-            "a draft of the target's family",
-        )
+        giver = "a draft with another tokenizer, whose tokens are translated,"
+        yield giver, offered, "take a draft of the target's family"
 
 
 def _check_tree(decoder: Decoder, models: Mapping[str, LM]) -> None:
@@ -155,7 +159,7 @@ def _check_tree(decoder: Decoder, models: Mapping[str, LM]) -> None:
         raise InputError(f"tree {tree}: needs window auto; give it, or name a tree")
     for shape in decoder.tree_shapes:
         drafter.check_tree(shape)
-    most = tree.size * drafter.joined
+    most = tree.size * len(drafter.members)
     if most > LARGEST:
         raise InputError(
             f"drafter {drafter}, tree {tree}: a tree of up to {most} tokens, and at "

@@ -232,6 +232,11 @@ class Decoder(PlainOptions):
         return self.rule.role if isinstance(self.rule, Baseline) else None
 
     @property
+    def is_exact(self) -> bool:
+        """Return True if the rule is `exact`."""
+        return self.rule == as_rule(Exact())
+
+    @property
     def proposer(self) -> DrafterSpec | None:
         """Return the drafter; None if a model decodes alone."""
         return None if self.alone else self.drafter
@@ -310,7 +315,7 @@ class Decoder(PlainOptions):
     def columns(self, window: int) -> int:
         """Return the maximum number of tokens that any model reads after a prefix."""
         return self.tree.columns(window) * (
-            self.proposer.joined if self.proposer else 1
+            len(self.proposer.members) if self.proposer else 1
         )
 
 

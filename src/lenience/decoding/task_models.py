@@ -10,8 +10,10 @@ from lenience.core.errors import InputError
 from lenience.core.files import cache_folder, digest
 from lenience.core.progress import Progress, silent
 from lenience.core.text_store import TextStore
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.rules.baselines import Baseline
 from lenience.tasks import Sample, Task, as_task
 from lenience.tasks.base import Messages
 from lenience.tasks.user import CheckedTask
@@ -56,8 +58,7 @@ def own_answers(
         progress(phase, 0, len(left))
         answers = pair.as_completed(
             [prompt for _, prompt in left],
-            rule="target",
-            max_new_tokens=max_new_tokens,
+            Decoder(rule=Baseline("target"), max_new_tokens=max_new_tokens),
             batch_size=PROMPTS_AT_ONCE,
         )
         for done, (number, out) in enumerate(answers, 1):
@@ -85,8 +86,7 @@ class ModelGrader:
         long."""
         outs = self._pair.generate_batch(
             list(prompts),
-            rule="target",
-            max_new_tokens=GRADER_TOKENS,
+            Decoder(rule=Baseline("target"), max_new_tokens=GRADER_TOKENS),
             batch_size=PROMPTS_AT_ONCE,
         )
         return [out.text for out in outs]

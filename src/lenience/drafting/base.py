@@ -109,9 +109,9 @@ class DrafterSpec:
         pair's."""
 
     @property
-    def joined(self) -> int:
-        """Return the number of drafters in a combination; 1 for a single drafter."""
-        return 1
+    def members(self) -> tuple[DrafterSpec, ...]:
+        """Return the drafters whose proposals are merged; the drafter itself if it drafts alone."""
+        return (self,)
 
     def check_tree(self, tree: Tree) -> None:
         """Raise InputError if the drafter, which offers TREES, cannot propose this shape."""

@@ -42,8 +42,8 @@ class Merged(DrafterSpec):
         return Parts.TREES & reduce(and_, [part.offers for part in self.parts])
 
     @property
-    def joined(self) -> int:
-        return len(self.parts)
+    def members(self) -> tuple[DrafterSpec, ...]:
+        return self.parts
 
     def check_tree(self, tree: Tree) -> None:
         if tree.draws:

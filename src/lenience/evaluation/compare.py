@@ -90,7 +90,7 @@ class CompareConfig:
         if not self.rules and not self.settings:
             raise InputError("rule: name one, or a setting")
         for window in self.windows:
-            Decoder(window=window)  # raises for a wrong one
+            Decoder(window=window)  # raises InputError for a wrong window
 
     @cached_property
     def shared(self) -> Decoder:
@@ -480,9 +480,7 @@ class Comparison:
         for compared in self.decoders:
             if self._chooses_window(compared):
                 choosing.append(compared.decoder)
-        strict = next(
-            (decoder for decoder in choosing if str(decoder.rule) == "exact"), None
-        )
+        strict = next((decoder for decoder in choosing if decoder.is_exact), None)
         for decoder, window in fastest.items():
             if strict is not None and decoder.rule.heads:
                 at = replace(strict, window=window)

@@ -145,7 +145,7 @@ def write_report(
         frontier=frontier,
         rows=named(frontier.rows),
         certificate=certificate,
-        rungs=tested_settings(certificate) if certificate else "",
+        figure=tested_settings(certificate) if certificate else "",
         plot=drawn,
         narrow=narrow,
         example=example(frontier, certified),

@@ -20,6 +20,7 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.options import OWN
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import pieces
+from lenience.drafting.model import DraftModel
 from lenience.models.flops import ReadingCost
 from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Score, Task
@@ -252,7 +253,7 @@ def _flops(pair: Pair, decoder: Decoder, out: Generation) -> dict[str, float]:
     """Return `reading_flops` by field name; empty for another engine, or a drafter other than the
     draft model."""
     if pair.engine_name != OWN or not (
-        decoder.alone or str(decoder.drafter) == "model"
+        decoder.alone or decoder.drafter == DraftModel()
     ):
         return {}
     counted = reading_flops(pair, out)

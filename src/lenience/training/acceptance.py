@@ -16,12 +16,15 @@ from lenience.core.needs import Parts, Sources
 from lenience.core.progress import Progress, silent
 from lenience.core.protocols import Drafter
 from lenience.core.types import Draft, Draws, Reading, Verdict
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.trees.planning import Acceptance
 from lenience.drafting.trees.shapes import Shape, Tree
 from lenience.models.lm import LM
 from lenience.models.prompts import Prompt
+from lenience.rules.combine import as_rule
+from lenience.rules.strict import Exact, Speculative
 from lenience.training.features import check_models, mined_samples
 
 DEPTH = 12
@@ -70,20 +73,18 @@ def measure_acceptance(
     probable tokens when greedy, and drawn with `drawn`. Raises InputError if the drafter proposes
     no trees or the target keeps none of its tokens."""
     counts = _Counts()
-    if Parts.TREES not in drafter.offers:
+    if Parts.TREES not in drafter.offers or drafter.branches:
         raise InputError(f"--with {drafter}: proposes no trees; name another drafter")
     after_first = [RANKS, *[0] * (RANKS - 1)]
     comb = (RANKS, *after_first * (DEPTH - 2), RANKS)
-    answers = pair.as_completed(
-        prompts,
-        rule="speculative" if drawn else "exact",
+    decoder = Decoder(
+        rule=as_rule(Speculative() if drawn else Exact()),
         temperature=drawn.temperature if drawn else 0.0,
-        seed=0,
         drafter=_CountedDrafter(drafter, counts),
         tree=Shape(comb, draw=drawn.draw if drawn else None),
         window=DEPTH,
-        batch_size=TOGETHER,
     )
+    answers = pair.as_completed(prompts, decoder, batch_size=TOGETHER)
     for n, _ in enumerate(answers, 1):
         progress("decoding", n, len(prompts))
     shares, places = counts.shares()

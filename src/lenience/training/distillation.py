@@ -15,11 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lenience.core.errors import InputError
 from lenience.core.files import write_json
 from lenience.core.progress import Progress, silent
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.drafting.self_draft import take_apart
 from lenience.models.lm import LM, save_model
 from lenience.models.memory import free_bytes
 from lenience.models.vocabulary import restrict, vocabulary_of
+from lenience.rules.baselines import Baseline
 from lenience.runs.uses import ALIGNED
 from lenience.training.trainer import Answer, batches, by_length
 
@@ -184,10 +186,12 @@ class DistillFit:
         prompts = [prompt for prompt, _ in self.answers]
         outs = self.pair.generate_batch(
             prompts,
-            rule="draft",
-            temperature=1.0,
-            seed=self.seed + epoch,
-            max_new_tokens=max(len(answer) for _, answer in self.answers),
+            Decoder(
+                rule=Baseline("draft"),
+                temperature=1.0,
+                seed=self.seed + epoch,
+                max_new_tokens=max(len(answer) for _, answer in self.answers),
+            ),
             batch_size=ROWS,
         )
         return by_length([(prompt, out.tokens) for prompt, out in zip(prompts, outs)])

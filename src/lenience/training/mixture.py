@@ -18,11 +18,14 @@ from torch.nn.functional import pad
 from lenience.core.errors import InputError
 from lenience.core.files import digest
 from lenience.core.progress import Progress, silent
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.decoding.task_models import task_for
 from lenience.heads.head import Head, Inputs
 from lenience.models.session import Session
+from lenience.rules.combine import as_rule
+from lenience.rules.mixtures import Diversed
 from lenience.runs.answers import for_task
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples
@@ -251,8 +254,8 @@ def _rollouts(
 ) -> list[Rollout]:
     """Decode answers to samples with the head in a folder, and read both models' states and
     distributions along them."""
-    options = {"rule": f'diversed:"{head}"', "window": window}
-    decoder = for_task(pair.decoder(options), options, task)
+    decoder = Decoder(rule=as_rule(Diversed(str(head))), window=window)
+    decoder = for_task(decoder, {}, task)
     prompts = [sample.prompt for sample in samples]
     outs = pair.generate_batch(prompts, decoder, batch_size=len(prompts))
     return [_read(pair, task, out, sample) for out, sample in zip(outs, samples)]

@@ -35,8 +35,8 @@ PADDING = 0
 
 
 @dataclass
-class _Verification:
-    """The verification of one batch."""
+class _BatchStep:
+    """A step in which one batch is verified."""
 
     batch: Any
     verify_input: Any
@@ -73,7 +73,7 @@ class Verification:
         self.deciding = WindowDecider(self.requests, server, config, logger)
         self.pads = args.speculative_algorithm == "NGRAM"
         """True if windows end with padding."""
-        self._step: _Verification | None = None
+        self._step: _BatchStep | None = None
         self._finished = Counts()
 
     def totals(self) -> dict[str, int]:
@@ -88,7 +88,7 @@ class Verification:
         verify_input, batch, logits_output = args[:3]
         if batch.forward_mode.is_idle():
             return original(*args, **kwargs)
-        self._step = _Verification(batch, verify_input, logits_output)
+        self._step = _BatchStep(batch, verify_input, logits_output)
         self._begin(self._step)
         try:
             result = original(*args, **kwargs)
@@ -135,7 +135,7 @@ class Verification:
             *args, **{**kwargs, "target_probs": probs, "candidates": candidates}
         )
 
-    def _begin(self, step: _Verification) -> None:
+    def _begin(self, step: _BatchStep) -> None:
         """Bring the requests' tokens up to date."""
         tokens = step.verify_input.draft_token.view(-1, step.width)
         changes = self.requests.begin_step(
@@ -147,7 +147,7 @@ class Verification:
         self.deciding.resume(changes.resumed)
 
     def _decide(
-        self, step: _Verification, candidates: Tensor, greedy: bool
+        self, step: _BatchStep, candidates: Tensor, greedy: bool
     ) -> tuple[_DraftedChains, KernelEdits]:
         chains = self._chains(step, candidates)
         return chains, self.deciding.orders(chains.windows, greedy)
@@ -167,7 +167,7 @@ class Verification:
             return False
         return True
 
-    def _chains(self, step: _Verification, candidates: Tensor) -> _DraftedChains:
+    def _chains(self, step: _BatchStep, candidates: Tensor) -> _DraftedChains:
         """Return the chains of a batch. A request that has ended, or whose window is padding, has
         an empty one."""
         width = step.width

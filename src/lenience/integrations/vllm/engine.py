@@ -33,6 +33,7 @@ from lenience.decoding.pair import Pair
 from lenience.decoding.soundness import CAUSES
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.model import DraftModel
+from lenience.drafting.stops import Fixed
 from lenience.integrations.engine_rules.inputs import compares_distributions
 from lenience.integrations.vllm.checks import (
     check_reads,
@@ -43,6 +44,7 @@ from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM
 from lenience.models.memory import free_bytes
 from lenience.models.prompts import Prompt
+from lenience.rules.baselines import Baseline
 from lenience.serving.dial import ANY, KEY
 
 T = TypeVar("T")
@@ -126,10 +128,10 @@ class VllmPair(Pair):
         lacks_probs = compares_distributions(rule) and not decoder.temperature
         refused = {
             f"stop {decoder.stop}: vLLM drafts whole windows; leave it out": (
-                drafts and str(decoder.stop) != "fixed"
+                drafts and not isinstance(decoder.stop, Fixed)
             ),
             f"tree {decoder.tree}: vLLM drafts chains; leave it out": (
-                drafts and str(decoder.tree) != "chain"
+                drafts and not decoder.tree.is_chain
             ),
             f"draft_temperature {decoder.draft_temperature}: vLLM's draft samples as "
             "the request "
@@ -376,9 +378,9 @@ class VllmPair(Pair):
         none."""
         quickest = drafter if self.draft is None else DraftModel()
         if self.draft is None and quickest.needs_draft:
-            decoder = self.decoder({"rule": "target", "window": 0})
+            decoder = Decoder(rule=Baseline("target"), window=0)
         else:
-            decoder = self.decoder({"window": WINDOW, "drafter": quickest})
+            decoder = Decoder(window=WINDOW, drafter=quickest)
         alone = [_use(decoder, int(decoder.window))]
         uses = DIALOGUES if capacity is None else alone
         return _OpenDialogues(
