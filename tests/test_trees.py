@@ -481,7 +481,7 @@ def test_positions_from_the_cache_are_refused_by_name(
         pair.generate([1, 2, 3], tree="dynamic:8")
     eager = pair.target.model.config._attn_implementation == "eager"
     assert ("attn_implementation eager" in str(told.value)) is not eager, (
-        "that is no mend then"
+        "that is no fix then"
     )
 
 

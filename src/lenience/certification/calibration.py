@@ -486,11 +486,11 @@ def check_question(task: Task, folder: Path, config: CertifyConfig) -> None:
         other = "task" if task.has_loss else "disagreement"
         raise InputError(f"task {task.name!r}: its answers {how}; give --loss {other}")
     if config.loss == "task" and not task.has_loss:
-        mend = "see docs/your-own-task.md"
+        fix = "see docs/your-own-task.md"
         if task.beside_target:
-            mend = "give --loss disagreement, or a --grader"
+            fix = "give --loss disagreement, or a --grader"
         raise InputError(
-            f"task {task.name!r}: has no loss(text, target_text, sample); {mend}"
+            f"task {task.name!r}: has no loss(text, target_text, sample); {fix}"
         )
 
 

@@ -231,8 +231,8 @@ def read_certificate(folder: Path) -> Certificate:
     missing, broken, or lacks a bound fact."""
     path = certificate_path(folder)
     if not path.exists():
-        mend = f"`lenience certify {path.parent}` makes one"
-        raise InputError(f"{path}: there is no certificate; {mend}")
+        fix = f"`lenience certify {path.parent}` makes one"
+        raise InputError(f"{path}: there is no certificate; {fix}")
     what = f"{path}: is no certificate"
     certificate = Certificate.read(read_json(path), what, "certify again")
     # an option that the certificate lacks did not exist yet, so its default was in force

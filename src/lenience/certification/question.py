@@ -119,8 +119,8 @@ class CertifyConfig:
                 f"procedure {self.procedure!r}: name auto or one of {known}"
             )
         if self.procedure == "binomial" and not self.is_binary:
-            mend = f"with --loss {self.loss} or several draws use betting"
-            raise InputError(f"procedure binomial: needs losses of 0 or 1; {mend}")
+            fix = f"with --loss {self.loss} or several draws use betting"
+            raise InputError(f"procedure binomial: needs losses of 0 or 1; {fix}")
         object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)))
         if self.windows:
             self._check_windows()

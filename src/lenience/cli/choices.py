@@ -216,7 +216,7 @@ class TaskChoice:
     def load(self) -> Task:
         from lenience.tasks import JsonlTask, load_task
         from lenience.tasks.grader import is_address
-        from lenience.tasks.rows import told_unread
+        from lenience.tasks.rows import unread_hint
 
         options = self.loading()
         if self.grader == "":
@@ -225,7 +225,7 @@ class TaskChoice:
             options["grader"] = local_grader(self.grader)
         task = load_task(**options)
         if isinstance(task, JsonlTask) and task.unread:
-            say(f"task {task.label}: {told_unread(task.unread)}")
+            say(f"task {task.label}: {unread_hint(task.unread)}")
         return task
 
 

@@ -52,9 +52,9 @@ MAX_DROP = 0.03
 """Largest loss to certify."""
 CERTIFIED_ON = 480
 """Maximum number of problems to certify on."""
-TOLD_APART = ("rule", "window", "stop", "drafter")
+DIFFERING = ("rule", "window", "stop", "drafter")
 """Fields in which the compared settings differ."""
-TOLD = (
+PRINTED = (
     "certified", "max_drop", "confidence", "n", "losses", "upper_bound", "procedure", "binds",
 )  # fmt: skip
 """Fields of the certificate that are printed."""
@@ -95,7 +95,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     screen.print(gain, style="bold", highlight=False, markup=False, soft_wrap=True)
     say(f"report: {out / 'report.html'}   run folder: {folder}   {seconds:.0f} s")
     accuracy = {row.rule: row.accuracy for row in frontier.rows}
-    told = certificate.to_json()
+    written = certificate.to_json()
     return {
         "live": raced,
         "target_accuracy": accuracy["target"],
@@ -105,7 +105,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
         "gain": gain,
         "races": tuned.races.to_json(),
         "speeds": tuned.speeds and tuned.speeds.to_json(),
-        "certificate": {key: told[key] for key in TOLD},
+        "certificate": {key: written[key] for key in PRINTED},
         "rows": [row.model_dump(mode="json") for row in frontier.rows],
         "machine": frontier.machine,
         "seconds": seconds,
@@ -198,9 +198,9 @@ def _asks_for(asked: dict[str, Any], config: CompareConfig) -> bool:
     for setting in asked.get("settings", []):
         if setting["rule"] not in BASELINES:
             settings.append(setting)
-    kept = [tuple(str(setting[name]) for name in TOLD_APART) for setting in settings]
+    kept = [tuple(str(setting[name]) for name in DIFFERING) for setting in settings]
     asked_now = [decoder.to_json() for decoder in config.decodings()]
-    return kept == [tuple(str(row[name]) for name in TOLD_APART) for row in asked_now]
+    return kept == [tuple(str(row[name]) for name in DIFFERING) for row in asked_now]
 
 
 def _mining(counts: MinedCounts, head: Head) -> Mining:

@@ -264,8 +264,8 @@ class FitFlags:
         kind: Any = self.head or ("adamw" if self.annotated else default)
         folder = self.out or (run.with_suffix("") if self.annotated else run) / role
         if self.from_ == "run" and run.is_file():
-            mend = "name a run folder or, for annotated answers, give --from annotated"
-            raise InputError(f"{run}: is a file; {mend}")
+            fix = "name a run folder or, for annotated answers, give --from annotated"
+            raise InputError(f"{run}: is a file; {fix}")
         file = next(
             (parent for parent in (folder, *folder.parents) if parent.is_file()), None
         )

@@ -272,8 +272,8 @@ def tune(
         tuned = tune_run(pair, fits, run, config)
     if json:
         speeds = tuned.speeds and tuned.speeds.to_json()
-        told = {"run": str(run), "races": tuned.races.to_json(), "speeds": speeds}
-        print_json({**told, **tuned.certificate.to_json()})
+        figures = {"run": str(run), "races": tuned.races.to_json(), "speeds": speeds}
+        print_json({**figures, **tuned.certificate.to_json()})
 
 
 def audit(

@@ -18,8 +18,8 @@ from lenience.core.errors import InputError, reason
 from lenience.decoding.options import (
     Options,
     default_options,
+    option_descriptions,
     option_types,
-    told_options,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ Json = Annotated[
 def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
     """Return a class of flags, one for each decoding option except those in `leave_out`. The help
     of a flag is the option's docstring, unless `other_helps` has another."""
-    helps = {**told_options(Options), **other_helps}
+    helps = {**option_descriptions(Options), **other_helps}
     options: list[tuple[str, Any, Any]] = []
     for option, kind in option_types().items():
         if option in leave_out:
@@ -57,8 +57,8 @@ def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
             "_", "-"
         )
         optional: Any = kind | None
-        told = {"help": helps[option], "show_default": _usual(option)}
-        annotated = Annotated[optional, Parameter(name=flag, negative="", **told)]
+        parameter = {"help": helps[option], "show_default": _usual(option)}
+        annotated = Annotated[optional, Parameter(name=flag, negative="", **parameter)]
         options.append((option, annotated, None))
     flags = make_dataclass(name, options)
     flags.__module__ = __name__  # or cyclopts takes it for one of Python's own types

@@ -242,7 +242,7 @@ def gained(tuned: Tuned) -> str:
         over["the fastest strict decoding"] = speeds.certified.times(speeds.strict)
     ratios = " and ".join(f"{times} {name}" for name, times in over.items())
     over_turns = _turns(speeds.certified, speeds.batch_size)
-    told = (
+    speed_text = (
         f"{best.shown_name} at a window of {best.window} makes {speed}: {ratios} "
         f"(95 % over {over_turns}), at a loss of at most "
         f"{certificate.max_drop:.2%} "
@@ -250,13 +250,13 @@ def gained(tuned: Tuned) -> str:
     )
     lossless, times = min(over.items(), key=lambda item: item[1].value)
     if times.high < 1:
-        return f"Nothing is gained over {lossless}. {told}"
+        return f"Nothing is gained over {lossless}. {speed_text}"
     if times.low <= 1:
-        return f"These prompts show neither a gain nor a loss over {lossless}. {told}"
+        return f"These prompts show neither a gain nor a loss over {lossless}. {speed_text}"
     return (
-        told
+        speed_text
         if len(over) > 1
-        else f"Strict decoding is the fastest that is certified. {told}"
+        else f"Strict decoding is the fastest that is certified. {speed_text}"
     )
 
 

@@ -88,8 +88,8 @@ def alone(folder: Path, work: str) -> Iterator[None]:
         held = FileLock(path).acquire(timeout=0)
     except Timeout:
         who = by.read_text() if by.exists() else "another"
-        mend = "wait until it has ended, or name another folder"
-        raise InputError(f"{folder}: process {who} is at its {work}; {mend}") from None
+        fix = "wait until it has ended, or name another folder"
+        raise InputError(f"{folder}: process {who} is at its {work}; {fix}") from None
     with held:
         by.write_text(str(os.getpid()))
         try:
@@ -126,8 +126,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError:
         raise InputError(f"{path}: there is no such file") from None
     except ValueError as error:
-        mend = "restore it from a copy or start another folder"
-        raise InputError(f"{path}: broken ({error}); {mend}") from None
+        fix = "restore it from a copy or start another folder"
+        raise InputError(f"{path}: broken ({error}); {fix}") from None
 
 
 def read_lines(path: Path, holds: str) -> list[tuple[int, str]]:

@@ -68,14 +68,14 @@ def upload(folder: Path, name: str, private: bool) -> str:
         made = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder)
     except Exception as error:
-        mend = "log in with `hf auth login`, or check the network"
+        fix = "log in with `hf auth login`, or check the network"
         raise RunError(
-            f"{name}: cannot be pushed ({first_line(error)}); {mend}"
+            f"{name}: cannot be pushed ({first_line(error)}); {fix}"
         ) from error
     return str(made)
 
 
-def _checked(name: str, told: str) -> str:
+def _checked(name: str, shown: str) -> str:
     if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", name):
-        raise InputError(f"{told}: is not a Hub name; write org/name")
+        raise InputError(f"{shown}: is not a Hub name; write org/name")
     return name

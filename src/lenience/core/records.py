@@ -16,15 +16,13 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     @classmethod
-    def read(cls, value: Any, where: str, mend: str = "restore it from a copy") -> Self:
+    def read(cls, value: Any, where: str, fix: str = "restore it from a copy") -> Self:
         """Return a record from a JSON value. Raises InputError that names the place `where`, the
         wrong fields and the fix."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise InputError(
-                f"{where}: {', '.join(_problems(error))}; {mend}"
-            ) from None
+            raise InputError(f"{where}: {', '.join(_problems(error))}; {fix}") from None
 
     def to_json(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

@@ -167,10 +167,10 @@ def _check_tree(decoder: Decoder, models: Mapping[str, LM]) -> None:
             "are read; name a smaller one"
         )
     if decoder.window != 0:
-        mend = "a drafter alone" if tree.is_chain else "--tree chain"
-        check_trees(models["target"], mend)
+        fix = "a drafter alone" if tree.is_chain else "--tree chain"
+        check_trees(models["target"], fix)
         if drafter.needs_draft and "draft" in models and not tree.is_chain:
-            check_trees(models["draft"], mend)
+            check_trees(models["draft"], fix)
 
 
 def _check_fit(

@@ -123,9 +123,9 @@ class Options(PlainOptions):
         unknown = sorted(options.keys() - names())
         if unknown:
             known = f"there are {', '.join(names())}"
-            mend = ELSEWHERE.get(unknown[0], known)
+            fix = ELSEWHERE.get(unknown[0], known)
             raise InputError(
-                f"{unknown[0]}: there is no such option of decoding; {mend}"
+                f"{unknown[0]}: there is no such option of decoding; {fix}"
             )
         return replace(self, **options)
 
@@ -322,7 +322,7 @@ def takes_loading(function: F) -> F:
 
 
 @cache
-def told_options(kind: type) -> Mapping[str, str]:
+def option_descriptions(kind: type) -> Mapping[str, str]:
     """Return the docstring of each option of a class, as one line."""
     found = []
     for base in reversed(kind.__mro__[:-1]):
@@ -352,11 +352,11 @@ def _with_keywords(
         )
     with_options: Any = function
     with_options.__signature__ = signature.replace(parameters=shown)
-    told = told_options(kind)
+    descriptions = option_descriptions(kind)
     lines = (
-        textwrap.fill(f"{name}: {told[name]}", 88, subsequent_indent="    ")
+        textwrap.fill(f"{name}: {descriptions[name]}", 88, subsequent_indent="    ")
         for name in types
-        if name in told
+        if name in descriptions
     )
     with_options.__doc__ = "\n\n".join(
         [inspect.getdoc(function) or "", "Options:", *lines]

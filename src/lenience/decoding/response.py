@@ -127,16 +127,16 @@ def _entries(verdict: Verdict) -> list[Trace]:
     lenient: Origin = "draft-lenient" if verdict.read else "draft-trusted"
     entries = []
     nothing = [None] * (len(verdict.path) + 1)
-    told = list(zip(verdict.logprobs or nothing, verdict.alternatives or nothing))
-    for i, of_target in zip(verdict.path, told):
+    details = list(zip(verdict.logprobs or nothing, verdict.alternatives or nothing))
+    for i, of_target in zip(verdict.path, details):
         origin: Origin = "draft" if verdict.exact[i] else lenient
         entries.append(Trace(verdict.drafted[i], origin, verdict.scores[i], *of_target))
     if verdict.next_token is None:
         return entries
     if verdict.rejected is None:
-        return [*entries, Trace(verdict.next_token, "bonus", None, *told[-1])]
+        return [*entries, Trace(verdict.next_token, "bonus", None, *details[-1])]
     score = verdict.scores[verdict.rejected]
-    return [*entries, Trace(verdict.next_token, "correction", score, *told[-1])]
+    return [*entries, Trace(verdict.next_token, "correction", score, *details[-1])]
 
 
 class TextStream:

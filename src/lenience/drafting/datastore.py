@@ -32,7 +32,7 @@ END = -1
 """Separator between documents."""
 FEW = 16
 """Number of matches up to which continuations are grouped without sorting."""
-MEND = "`lenience datastore CORPUS --out PATH` makes one"
+FIX = "`lenience datastore CORPUS --out PATH` makes one"
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def load_store(folder: str | Path) -> Store:
     """Return the store in a folder, memory-mapped. Raises InputError if it is missing or broken."""
     path = Path(folder)
     if not (path / ABOUT).is_file():
-        raise InputError(f"datastore {folder}: there is no {ABOUT} in it; {MEND}")
+        raise InputError(f"datastore {folder}: there is no {ABOUT} in it; {FIX}")
     return _load(path, stamp(path / ABOUT))
 
 

@@ -41,7 +41,7 @@ from lenience.models.pass_cache import cache_argument, positions_and_mask
 ABOUT = "eagle.json"
 """File with the training record, next to the files of the published layout."""
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-MEND = "`lenience fit RUN --drafter eagle` makes RUN/eagle"
+FIX = "`lenience fit RUN --drafter eagle` makes RUN/eagle"
 LAYER = r"(layers\.\d+|midlayer)\."
 KNOWN_WEIGHTS = re.compile(
     rf"{LAYER}(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.(weight|bias)"
@@ -510,7 +510,7 @@ def load_eagle(folder: str | Path) -> EagleWeights:
     if not found or not (path / "config.json").is_file():
         raise InputError(
             f"eagle {folder}: there is no config.json with {' or '.join(WEIGHTS)} in "
-            f"it; {MEND}"
+            f"it; {FIX}"
         )
     files = [path / name for name in ("config.json", ABOUT)]
     changed = [stamp(file) for file in (found[0], *files) if file.is_file()]
@@ -546,7 +546,7 @@ def _load(named: str, file: Path, changed: tuple[tuple[int, int], ...]) -> Eagle
         return weights
     except BROKEN as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"eagle {named}: cannot be read ({why}); {MEND}") from None
+        raise InputError(f"eagle {named}: cannot be read ({why}); {FIX}") from None
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:

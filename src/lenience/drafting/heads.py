@@ -42,7 +42,7 @@ PUBLISHED = re.compile(r"(\d+)\.(\d+)\.(?:linear\.(weight|bias)|weight)")
 head's vocabulary matrix."""
 VOCABULARY = "draft_vocab"
 """Name of the tensor that lists a draft vocabulary."""
-MEND = "`lenience fit RUN --drafter {kind}` makes RUN/{kind}"
+FIX = "`lenience fit RUN --drafter {kind}` makes RUN/{kind}"
 
 
 @dataclass
@@ -246,9 +246,9 @@ def load_heads(folder: str | Path, kind: str) -> DraftHeads:
     if kind == "medusa" and (path / HUB_FILE).is_file():
         return _load_published(str(folder), path, stamp(path / HUB_FILE))
     published = f" and no {HUB_FILE}" if kind == "medusa" else ""
-    mend = MEND.format(kind=kind)
+    fix = FIX.format(kind=kind)
     raise InputError(
-        f"{kind} {folder}: there is no {kind}.json in it{published}; {mend}"
+        f"{kind} {folder}: there is no {kind}.json in it{published}; {fix}"
     )
 
 

@@ -177,8 +177,8 @@ def _said(folder: Path, key: Key, filled: Path) -> dict[int, str]:
         grades = {int(number): str(said) for number, said in content["grades"].items()}
         page = content["page"]
     except (ValueError, LookupError, TypeError, AttributeError):
-        mend = f"open {folder / PAGE} and save the grades there"
-        raise InputError(f"{filled}: is not what the page saves; {mend}") from None
+        fix = f"open {folder / PAGE} and save the grades there"
+        raise InputError(f"{filled}: is not what the page saves; {fix}") from None
     if page != key.page:
         raise InputError(f"{filled}: belongs to another page than {folder / PAGE}")
     wrong = [said for number, said in grades.items() if said not in GRADES]

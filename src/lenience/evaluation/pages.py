@@ -113,12 +113,12 @@ def as_text(prompt: Any) -> str:
 
 
 def _result(result: Answer, sample: Example, measure: str) -> dict[str, Any]:
-    told = result.verdict
+    outcome = result.verdict
     if measure == "accuracy":
         verdict = "right" if result.correct else f"wrong ({sample.reference})"
-        told = f"the answer {result.answer} is {verdict}"
+        outcome = f"the answer {result.answer} is {verdict}"
     return {
-        "told": told,
+        "outcome": outcome,
         "tokens": result.tokens,
         "passes": result.target_passes,
         "trace": result.trace or [],

@@ -70,7 +70,7 @@ class FitConfig:
     """Weight of an important, rejected or unacceptable token relative to the others. None for 1 or,
     with "adamw", for equal total weight of both classes."""
     seed: int = 0
-    mend: str = MINE_MORE
+    fix: str = MINE_MORE
     """Fix to name in errors about too little data."""
 
     def weight_for(self, labels: NDArray) -> float | None:
@@ -333,7 +333,7 @@ def _check_enough(examples: Examples, config: FitConfig) -> None:
     raise InputError(
         f"{int(important.sum())} {what} of {len(examples)} {among}, in {groups} "
         f"samples: too few to train a {config.role}, which needs {LEAST_SAMPLES} such "
-        f"samples; {config.mend}"
+        f"samples; {config.fix}"
     )
 
 
@@ -368,7 +368,7 @@ def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
         if len(set(harmless[valid])) == len(set(harmless[train])) == 2:
             return train, valid
     raise InputError(
-        f"important mismatches sit in too few samples to set any aside; {config.mend}"
+        f"important mismatches sit in too few samples to set any aside; {config.fix}"
     )
 
 

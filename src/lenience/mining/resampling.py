@@ -125,8 +125,8 @@ def shares_harmless(folder: Path) -> list[float]:
         if draw.same is not None:
             verdicts[draw.id, draw.position].append(draw.same)
     if not verdicts:
-        mend = f"lenience mine --out {folder} --resamples 4 does"
-        raise InputError(f"{folder}: nothing was resampled; {mend}")
+        fix = f"lenience mine --out {folder} --resamples 4 does"
+        raise InputError(f"{folder}: nothing was resampled; {fix}")
     shares = []
     for mined in mined_samples(Journal(folder / "journal.jsonl")):
         for mismatch in mined.mismatches:

@@ -401,8 +401,8 @@ def mine(
     samples = _choose(pair, task, config, drawn)
     check_prompts(pair, task, samples)
     decoder = config.decoder(task)
-    policy, told = _policy(pair, config.policy, decoder)
-    asked = config.asked(decoder) | {"drawn": drawn, "policy": told}
+    policy, recorded = _policy(pair, config.policy, decoder)
+    asked = config.asked(decoder) | {"drawn": drawn, "policy": recorded}
     open_run(folder, describe(pair, task, split="train", **asked))
     with alone(folder, "mining"):
         journal = Journal(folder / "journal.jsonl")

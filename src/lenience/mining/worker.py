@@ -60,32 +60,32 @@ class Worker:
             yield mined.to_json()
 
 
-def serve(asked: TextIO, told: TextIO) -> None:
-    """Run a worker. The first line of `asked` is its plan, and each further line a part. The worker
-    writes a line to `told` when it is ready, one per record, and one at the end of a part. It ends
-    when `asked` ends."""
+def serve(requests: TextIO, replies: TextIO) -> None:
+    """Run a worker. The first line of `requests` is its plan, and each further line a part. The
+    worker writes a line to `replies` when it is ready, one per record, and one at the end of a
+    part. It ends when `requests` ends."""
 
-    def tell(**message: Any) -> None:
-        told.write(json.dumps(message, separators=(",", ":")) + "\n")
-        told.flush()
+    def reply(**message: Any) -> None:
+        replies.write(json.dumps(message, separators=(",", ":")) + "\n")
+        replies.flush()
 
     try:
-        worker = Worker(json.loads(asked.readline()))
-        tell(ready=worker.identity())
-        for line in asked:
+        worker = Worker(json.loads(requests.readline()))
+        reply(ready=worker.identity())
+        for line in requests:
             for record in worker.mine(json.loads(line)):
-                tell(mined=record)
-            tell(done=True)
+                reply(mined=record)
+            reply(done=True)
     except (InputError, RunError) as error:
-        tell(error=str(error), is_input=isinstance(error, InputError))
+        reply(error=str(error), is_input=isinstance(error, InputError))
 
 
 def main() -> None:
     # keep output of libraries out of the JSON lines
-    told = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
-        serve(sys.stdin, told)
+        serve(sys.stdin, replies)
     except (BrokenPipeError, KeyboardInterrupt):
         sys.exit(1)  # the driver is gone, or was interrupted too
 

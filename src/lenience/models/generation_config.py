@@ -63,10 +63,10 @@ def processors_of(lm: LM, sampling: bool) -> LogitsProcessorList:
     for key, neutral in (REFUSED | (REFUSED_WHEN_SAMPLING if sampling else {})).items():
         value = getattr(config, key, None)
         if value not in neutral:
-            mend = f"set pair.{lm.role}.model.generation_config.{key} = {neutral[-1]}"
+            fix = f"set pair.{lm.role}.model.generation_config.{key} = {neutral[-1]}"
             raise InputError(
                 f"{lm.role} {lm.name!r}: {key}={value!r} of its generation_config is not "
-                f"supported; {mend}"
+                f"supported; {fix}"
             )
     device = str(lm.device)
     # in the order in which transformers applies them

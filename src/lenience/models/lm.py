@@ -245,12 +245,12 @@ class LM:
             )
             raise InputError(f"{role} {source!r}: {why}") from error
         except LOADING_ERRORS as error:
-            mend = (
+            fix = (
                 ""
                 if Path(place).is_dir()
                 else "; give a Hub name or a folder that holds config.json"
             )
-            why = f"cannot be loaded ({first_line(error)}){mend}"
+            why = f"cannot be loaded ({first_line(error)}){fix}"
             raise InputError(f"{role} {source!r}: {why}") from error
         except RuntimeError as error:
             _refuse_rounding(f"{role} {source!r}", kwargs, error)

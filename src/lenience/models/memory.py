@@ -58,13 +58,13 @@ def check_memory(
         free = free_bytes(device)
         if free is not None and size * rows > free:
             what = "KV cache"
-            mend = "batch_size or max_new_tokens"
+            fix = "batch_size or max_new_tokens"
             if nodes:
                 what = "KV cache and masks of trees"
-                mend = f"{mend}, the tree's size or the window"
+                fix = f"{fix}, the tree's size or the window"
             raise InputError(
                 f"{rows} rows need {size * rows / 2**30:.1f} GiB of {what} on {device}, "
-                f"{free / 2**30:.1f} GiB are free: at most {free // size} rows fit; lower {mend}"
+                f"{free / 2**30:.1f} GiB are free: at most {free // size} rows fit; lower {fix}"
             )
 
 

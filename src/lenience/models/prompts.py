@@ -208,10 +208,10 @@ def refuse_unusable(prompt: Any) -> None:
     many = (
         isinstance(prompt, list) and len(prompt) and isinstance(prompt[0], str | list)
     )
-    mend = "; generate_batch takes several prompts" if many else ""
+    fix = "; generate_batch takes several prompts" if many else ""
     raise InputError(
         "a prompt is text, chat messages or a list of token ids, not "
-        f"{prompt!r:.60}{mend}"
+        f"{prompt!r:.60}{fix}"
     )
 
 

@@ -620,13 +620,13 @@ def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCa
     )
 
 
-def check_trees(lm: LM, mend: str) -> None:
-    """Raise InputError, which names the alternative `mend`, for a model whose own forward pass
+def check_trees(lm: LM, fix: str) -> None:
+    """Raise InputError, which names the alternative `fix`, for a model whose own forward pass
     cannot read trees of tokens. The check runs once per model."""
     if lm.has_states or lm.copies_cache:
         raise InputError(
             f"{lm.role} {lm.name!r}: cannot read a tree of tokens, as it keeps a state, which "
-            f"follows one path; take {mend}"
+            f"follows one path; take {fix}"
         )
     why = lm.once("reads trees", lambda: _why_no_trees(lm))
     if why is None:
@@ -637,7 +637,7 @@ def check_trees(lm: LM, mend: str) -> None:
     )
     raise InputError(
         f"{lm.role} {lm.name!r}: cannot read a tree of tokens, as its attention ({attention}) "
-        f"takes no mask or no positions from outside ({why}); take {mend}{other}"
+        f"takes no mask or no positions from outside ({why}); take {fix}{other}"
     )
 
 

@@ -42,12 +42,12 @@ class Journal:
                     if not isinstance(record, dict):
                         raise ValueError("not a record")
                 except ValueError as error:
-                    mend = (
+                    fix = (
                         "restore the file from a copy, or delete that line to do its "
                         "sample again"
                     )
                     raise InputError(
-                        f"{self.path}, line {number}: broken ({error}); {mend}"
+                        f"{self.path}, line {number}: broken ({error}); {fix}"
                     ) from None
                 yield number, record
 

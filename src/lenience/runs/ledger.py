@@ -108,9 +108,9 @@ class Ledger:
             self.place.mkdir(parents=True, exist_ok=True)
             (self.place / "lock").touch()
         except OSError as error:
-            mend = "name a writable folder (LENIENCE_HOME)"
+            fix = "name a writable folder (LENIENCE_HOME)"
             raise InputError(
-                f"{self.place}: cannot be written ({error}); {mend}"
+                f"{self.place}: cannot be written ({error}); {fix}"
             ) from None
         with FileLock(self.place / "lock", is_singleton=True), locked(self.folder):
             self._merge()

@@ -99,13 +99,13 @@ def encoded(task: Task, sample: Sample, lm: LM, draft: LM | None = None) -> list
         ids = lm.encode(sample.prompt)
         return ids if draft is None else draft.encode(ids)
     except InputError as error:
-        mend = (
+        fix = (
             ", or leave out long prompts (--skip-long)"
             if isinstance(error, TooLong)
             else ""
         )
         raise InputError(
-            f"task {task.name!r}, sample {sample.id}: {error}{mend}"
+            f"task {task.name!r}, sample {sample.id}: {error}{fix}"
         ) from None
 
 

@@ -82,7 +82,7 @@ class ServedAnswer:
 
     def chunk(self, choice: Choice, step: Step, usage: bool) -> dict[str, Any]:
         """Return the chunk of a step, which `choice` has added already."""
-        told: dict[str, Any] = {
+        body: dict[str, Any] = {
             "index": choice.index,
             "finish_reason": choice.reason if step.finish else None,
             "logprobs": self._logprobs(
@@ -90,12 +90,12 @@ class ServedAnswer:
             ),
         }
         if self.chat:
-            told["delta"] = {"content": step.text}
+            body["delta"] = {"content": step.text}
         else:
-            told["text"] = step.text
+            body["text"] = step.text
         if self.return_token_ids:
-            told["token_ids"] = step.tokens
-        chunk = self._chunk(told)
+            body["token_ids"] = step.tokens
+        chunk = self._chunk(body)
         if step.finish:
             chunk |= self._counts()
         return chunk | ({"usage": self.usage()} if usage else {})
@@ -144,19 +144,19 @@ class ServedAnswer:
         return self._envelope(kind, [choice])
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        body: dict[str, Any] = {
             "index": choice.index,
             "finish_reason": choice.reason,
             "logprobs": self._logprobs(choice, choice.trace, 0),
         }
         if self.chat:
-            told["message"] = {"role": "assistant", "content": choice.text}
+            body["message"] = {"role": "assistant", "content": choice.text}
         else:
-            told["text"] = choice.text
+            body["text"] = choice.text
         if self.return_token_ids:
-            told["token_ids"] = [entry.token for entry in choice.trace]
-            told["prompt_token_ids"] = choice.job.prompt
-        return told
+            body["token_ids"] = [entry.token for entry in choice.trace]
+            body["prompt_token_ids"] = choice.job.prompt
+        return body
 
     def _logprobs(
         self, choice: Choice, trace: Sequence[Trace], offset: int

@@ -243,12 +243,14 @@ class Server:
         box = self._submitted(MAIN, jobs, streams=bool(asked.stream))
         steps = self._steps(jobs, choices, box)
         if asked.stream:
-            told = asked.stream_options
+            stream_options = asked.stream_options
             chunks = _stream(
                 reply,
                 steps,
-                usage=bool(told and told.include_usage),
-                running_usage=bool(told and told.continuous_usage_stats),
+                usage=bool(stream_options and stream_options.include_usage),
+                running_usage=bool(
+                    stream_options and stream_options.continuous_usage_stats
+                ),
             )
             return StreamingResponse(chunks, media_type="text/event-stream")
         whole = asyncio.ensure_future(_drained(steps))

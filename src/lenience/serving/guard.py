@@ -49,8 +49,8 @@ KINDS = {
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """Return OpenAI's error object."""
     kind = KINDS.get(status, "invalid_request_error")
-    told = {"message": message, "type": kind, "param": param, "code": status}
-    return {"error": told}
+    body = {"message": message, "type": kind, "param": param, "code": status}
+    return {"error": body}
 
 
 class Guard:
@@ -161,6 +161,6 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def _field_of(problem: dict[str, Any]) -> str | None:
     """Return the field that a validation error is about."""
-    told = problem.get("ctx", {}).get("field")
+    field = problem.get("ctx", {}).get("field")
     places = [str(place) for place in problem["loc"] if place != "body"]
-    return told or (places[0] if places else None)
+    return field or (places[0] if places else None)

@@ -173,8 +173,8 @@ def take(task: Task, split: str, limit: int | None) -> list[Sample]:
     samples = list(map(_named, islice(task.samples(split), limit)))
     if not samples:
         rows = isinstance(task, JsonlTask) and split == "test"
-        mend = "; give 5 rows or more, or rows with a split" if rows else ""
+        fix = "; give 5 rows or more, or rows with a split" if rows else ""
         raise InputError(
-            f"task {task.name!r} has no samples in its split {split!r}{mend}"
+            f"task {task.name!r} has no samples in its split {split!r}{fix}"
         )
     return samples

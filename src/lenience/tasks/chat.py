@@ -98,9 +98,9 @@ class MtBench(Published):
 
     def _turn(self, question: Sample, number: int, prompt: str | Messages) -> Sample:
         references = question.metadata["references"]
-        told = {"category": question.metadata["category"], "turn": number}
+        metadata = {"category": question.metadata["category"], "turn": number}
         if len(references) >= number:
-            told["reference"] = references[number - 1]
+            metadata["reference"] = references[number - 1]
         return replace(
-            question, id=f"{question.id}-{number}", prompt=prompt, metadata=told
+            question, id=f"{question.id}-{number}", prompt=prompt, metadata=metadata
         )

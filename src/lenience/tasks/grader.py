@@ -100,10 +100,10 @@ class GraderServer:
         except RunError as error:
             why = first_line(error)
             lists = " 404 " in str(error)
-            mend = "check that the server runs"
+            fix = "check that the server runs"
             if lists:
-                mend = "give the address that ends in /v1, or model=NAME"
-            raise InputError(f"--grader {self.url}: {why}; {mend}") from None
+                fix = "give the address that ends in /v1, or model=NAME"
+            raise InputError(f"--grader {self.url}: {why}; {fix}") from None
         except (LookupError, TypeError):
             raise InputError(
                 f"--grader {self.url}: lists no models; give model=NAME"
@@ -366,9 +366,9 @@ def _question(sample: Sample, a: str, b: str) -> Messages:
             for message in prompt
         )
     reference = sample.reference or sample.metadata.get("reference")
-    told = f"[Reference answer]\n{reference}\n\n" if reference else ""
+    shown = f"[Reference answer]\n{reference}\n\n" if reference else ""
     asked = (
-        f"[Conversation]\n{prompt}\n\n{told}[Answer A]\n{a.strip()}\n[End of answer "
+        f"[Conversation]\n{prompt}\n\n{shown}[Answer A]\n{a.strip()}\n[End of answer "
         "A]\n\n"
         f"[Answer B]\n{b.strip()}\n[End of answer B]"
     )

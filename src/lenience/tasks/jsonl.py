@@ -10,7 +10,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import digest_bytes
 from lenience.tasks.base import Sample, Task
 from lenience.tasks.finding import answers, proposed
-from lenience.tasks.rows import USUAL_FIELDS, Fields, Row, read_rows, told_unread
+from lenience.tasks.rows import USUAL_FIELDS, Fields, Row, read_rows, unread_hint
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
@@ -50,14 +50,14 @@ class JsonlTask(Task):
             raise InputError(f"task file {', '.join(map(str, paths))}: has no rows")
         if answer is None:
             references = list(map(self.fields.reference_of, self._rows[:20]))
-            told = proposed(
+            hint = proposed(
                 [reference for reference in references if reference is not None]
             )
             if self.unread and not any(references):
-                told = f"; {told_unread(self.unread)}"
+                hint = f"; {unread_hint(self.unread)}"
             files = ", ".join(map(str, paths))
             raise InputError(
-                f"task file {files}: name how answers are found (--answer){told}"
+                f"task file {files}: name how answers are found (--answer){hint}"
             )
         self._how = answers(answer, same)
         spec = f" {self.fields.spec}" if self.fields.spec else ""

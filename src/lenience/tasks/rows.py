@@ -94,9 +94,9 @@ class Fields:
             what = f"lacks {error}, which the prompt template names; it has {had}"
             raise InputError(what) from None
         except (ValueError, IndexError, AttributeError, TypeError) as error:
-            mend = "write fields as {question}, and braces twice"
+            fix = "write fields as {question}, and braces twice"
             raise InputError(
-                f"prompt template {self.template!r:.60}: {error}; {mend}"
+                f"prompt template {self.template!r:.60}: {error}; {fix}"
             ) from None
 
 
@@ -108,8 +108,8 @@ def _instead(row: Mapping[str, Any], what: str) -> str:
     if not row:
         return ""
     usual = next((key for key in USUAL[what] if key in row), None)
-    mend = f": --{what}-field {usual}" if usual else f"; name one with --{what}-field"
-    return f"; it has {', '.join(row)}{mend}"
+    fix = f": --{what}-field {usual}" if usual else f"; name one with --{what}-field"
+    return f"; it has {', '.join(row)}{fix}"
 
 
 def is_chat(messages: object) -> bool:
@@ -122,11 +122,11 @@ def is_chat(messages: object) -> bool:
     )
 
 
-def told_unread(keys: list[str]) -> str:
+def unread_hint(keys: list[str]) -> str:
     """Return a phrase that lists unused keys, with a hint at one that may be the reference."""
     meant = next((key for key in USUAL["reference"] if key in keys), None)
-    mend = f" (--reference-field {meant}?)" if meant else ""
-    return f"unused keys: {', '.join(keys)}{mend}"
+    fix = f" (--reference-field {meant}?)" if meant else ""
+    return f"unused keys: {', '.join(keys)}{fix}"
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:

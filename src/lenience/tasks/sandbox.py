@@ -225,7 +225,7 @@ class Sandbox:
             if self.kind == "bubblewrap":
                 fds["filter"] = refused
                 command = [*_bubblewrap(refused), *command]
-            given, told = streams or (subprocess.PIPE, subprocess.PIPE)
+            stdin, stdout = streams or (subprocess.PIPE, subprocess.PIPE)
             with (
                 tempfile.TemporaryDirectory()
                 if self.kind == "none"
@@ -233,8 +233,8 @@ class Sandbox:
             ):
                 process = subprocess.Popen(
                     command,
-                    stdin=given,
-                    stdout=told,
+                    stdin=stdin,
+                    stdout=stdout,
                     stderr=subprocess.DEVNULL if streams else subprocess.PIPE,
                     pass_fds=tuple(fds.values()),
                     cwd=folder,

@@ -225,9 +225,9 @@ class CheckedTask(Task):
             return wrong
 
     def _wrong(
-        self, part: str, given: object, sample: Sample | None, mend: str
+        self, part: str, given: object, sample: Sample | None, fix: str
     ) -> InputError:
-        return InputError(f"{self._at([sample])}: {part} gave {given!r:.60}; {mend}")
+        return InputError(f"{self._at([sample])}: {part} gave {given!r:.60}; {fix}")
 
     def _at(self, samples: Sequence[Sample | None]) -> str:
         ids = [str(sample.id) for sample in samples if sample is not None]

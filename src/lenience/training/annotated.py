@@ -96,8 +96,8 @@ def marked_answers(lm: LM, row: Annotated) -> tuple[list[int], list[MarkedAnswer
         room = f"{lm.name!r} has room for {lm.context_length}"
         raise InputError(f"{row.line}: has {longest} tokens, {room}")
     if not any(answers[1].wrong):
-        mend = "holds no token; mark the wrong characters"
-        raise InputError(f"{row.line}: the error {list(row.error)} {mend}")
+        fix = "holds no token; mark the wrong characters"
+        raise InputError(f"{row.line}: the error {list(row.error)} {fix}")
     return prompt, answers
 
 

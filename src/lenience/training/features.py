@@ -123,8 +123,8 @@ def journal_records(folder: Path) -> list[dict[str, Any]]:
     a sample twice."""
     records = Journal(folder / "journal.jsonl").resume()
     if not records:
-        mend = f"mine samples first (lenience mine --out {folder})"
-        raise InputError(f"{folder}: its journal is empty; {mend}")
+        fix = f"mine samples first (lenience mine --out {folder})"
+        raise InputError(f"{folder}: its journal is empty; {fix}")
     lines: dict[str, int] = {}
     for line, record in enumerate(records, 1):
         first = lines.setdefault(str(record.get("id")), line)
@@ -140,9 +140,9 @@ def check_models(pair: Pair, folder: Path) -> None:
     for role, model in run.models.items():
         lm = pair.models.get(role)
         if lm is None or model.fingerprint != lm.fingerprint:
-            mend = "name the pair it was mined with"
+            fix = "name the pair it was mined with"
             raise InputError(
-                f"{folder}: was mined with another {role} ({model.name}); {mend}"
+                f"{folder}: was mined with another {role} ({model.name}); {fix}"
             )
 
 

@@ -68,8 +68,8 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
             head, metrics={**head.metrics, "of": str(plan.of), "of_heads": rejecting}
         )
     if plan.also or plan.soft:
-        told = {"runs": len(runs), "soft": plan.soft}
-        head = replace(head, metrics={**head.metrics, **told})
+        further = {"runs": len(runs), "soft": plan.soft}
+        head = replace(head, metrics={**head.metrics, **further})
     prompts = []
     for each in runs:
         for prompt in prompt_digests(each):
@@ -270,7 +270,7 @@ def fit_annotated(
     for part, value in pair.fingerprints.items():
         if part != "draft":
             fingerprints[part] = value
-    config = replace(plan.config, mend="annotate more answers")
+    config = replace(plan.config, fix="annotate more answers")
     head = fit_head(examples, plan.inputs, fingerprints, config)
     prompts = [(row.line, row.question) for row in rows]
     note_uses(plan.out.parent, pair.target, prompts, use="fitting", key="annotated")

@@ -16,7 +16,7 @@ from lenience.core.files import EMBEDDED, stamp, write_json
 from lenience.core.types import Draws
 
 BUILT_IN_TREE = EMBEDDED / "tree.json"
-MEND = "`lenience fit RUN --tree` measures it"
+FIX = "`lenience fit RUN --tree` measures it"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def load_acceptance(path: str | Path) -> Acceptance:
     broken."""
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"planned: there is no {file}; {MEND}")
+        raise InputError(f"planned: there is no {file}; {FIX}")
     return _load(file, stamp(file))
 
 
@@ -58,7 +58,7 @@ def _load(file: Path, changed: tuple[int, int]) -> Acceptance:
         return Acceptance(str(said["drafter"]), shares, places, said.get("draw"))
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"planned {file}: is broken ({why}); {MEND}") from None
+        raise InputError(f"planned {file}: is broken ({why}); {FIX}") from None
 
 
 def best_shape(

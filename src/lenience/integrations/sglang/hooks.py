@@ -135,7 +135,7 @@ def _started(
     """Install the rule in a scheduler's process before it loads models, and print the start
     message."""
     view = resolved_view(server_args)
-    told = check(server, view)
+    report = check(server, view)
     if server.judges:
         for head in (head for rule in server.rules for head in rule.heads):
             _ = head.head  # loaded now, in the state that was checked
@@ -145,14 +145,14 @@ def _started(
         wrap(SAMPLE, verification.sample)
         wrap(GREEDY, verification.greedy)
         wrap(SAMPLED, verification.sampled)
-        wrap(STATE, partial(_stated, told, verification))
+        wrap(STATE, partial(_stated, report, verification))
     result = original(scheduler, server_args, *args, **kwargs)
-    logger.info("lenience: %s", told)
+    logger.info("lenience: %s", report)
     return result
 
 
 def _stated(
-    told: str,
+    report: str,
     verification: Verification,
     original: Callable[..., Any],
     *args: Any,
@@ -160,5 +160,5 @@ def _stated(
 ) -> Any:
     """Add the rule and the counts to the state that /server_info shows."""
     result = original(*args, **kwargs)
-    result.internal_state[KEY] = {"started": told, **verification.totals()}
+    result.internal_state[KEY] = {"started": report, **verification.totals()}
     return result

