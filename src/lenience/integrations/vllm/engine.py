@@ -619,7 +619,8 @@ def _step(
 ) -> Step:
     """Return the Step of `tokens` after a window. `counted` holds the number of drafted tokens and
     the rule's decision; without a decision, vLLM itself decided and accepted all tokens but the
-    last. The target ran on `read` tokens besides the window. `has_model` is True if a model drafts."""
+    last. The target ran on `read` tokens besides the window. `has_model` is True if a model
+    drafts."""
     drafted = counted.get("drafted", 0)
     kept = counted.get("kept", min(drafted, max(0, len(tokens) - 1)))
     exact = counted.get("exact", [True] * kept)
