@@ -14,7 +14,7 @@ import pytest
 import lenience
 from lenience.core.context import Row
 from lenience.core.errors import InputError
-from lenience.decoding.decoder import Binding, Decoder, DecoderOptions, Ends
+from lenience.decoding.decoder import SPECS, Binding, Decoder, DecoderOptions, Ends
 from lenience.decoding.options import (
     Loading,
     LoadingOptions,
@@ -82,6 +82,21 @@ def test_decoders_are_made_from_texts_at_the_border_alone() -> None:
                     found.add(str(path.relative_to(SOURCE)))
     below = {where for where in found if not where.startswith("cli/")}
     assert below == set(DECODERS_MADE)
+
+
+def test_no_code_below_the_border_names_a_part_by_its_spec() -> None:
+    """As in `pair.generate(prompt, rule="target")`; there it takes the object."""
+    for path in SOURCE.rglob("*.py"):
+        where = str(path.relative_to(SOURCE))
+        if where.startswith("cli/"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            for keyword in node.keywords if isinstance(node, ast.Call) else ():
+                if keyword.arg in SPECS:
+                    assert not isinstance(keyword.value, ast.Constant), (
+                        where,
+                        keyword.arg,
+                    )
 
 
 @pytest.mark.parametrize(

@@ -321,6 +321,7 @@ class Pair:
         profile = telling.profile
         if profile:
             profile.wait_by(waiting_for({lm.device for lm in self.models.values()}))
+        # a row holds a prompt, its answer, and the widest window after it
         longest = (
             max(map(len, ids), default=0)
             + decoder.max_new_tokens

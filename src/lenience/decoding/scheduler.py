@@ -474,7 +474,7 @@ class _Slots:
         copied = list[tuple[Continuation, int | None]]()
         for continuation, source in begin:
             place = at.get(id(source))
-            if place in free:
+            if place in free:  # its row already holds the text to continue
                 free.remove(place)
                 self.continuations[place] = continuation
             else:
@@ -485,6 +485,7 @@ class _Slots:
             if place is not None:
                 self.session.copy(place, to)
                 self.drafter.copy(place, to)
+        # from the end, so that a row that moves is not itself a gap
         for gap in sorted(free, reverse=True):
             last = self.continuations.pop()
             if gap < len(self.continuations):

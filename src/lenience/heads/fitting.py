@@ -450,7 +450,7 @@ def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> TrainedHe
     cross-entropy, with dropout before and after the hidden layer, by AdamW on a one-cycle
     schedule."""
     loss_of = torch.nn.functional.binary_cross_entropy_with_logits
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # the caller's draws stay as they are
         torch.manual_seed(seed)
         inner = torch.nn.Linear(x.shape[1], UNITS)
         outer = torch.nn.Linear(UNITS, 1)
@@ -464,6 +464,7 @@ def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> TrainedHe
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, 4e-3, total_steps=steps
         )
+        # whole permutations, so that rows are read equally often
         order = torch.cat(
             [torch.randperm(len(x)) for _ in range(-(-steps * ROWS_PER_STEP // len(x)))]
         )

@@ -181,6 +181,8 @@ class _Losses:
             start += len(block)
             taken = self.rows[part] * self.counts[part]
             target = self.labels[part]
+            # products in float32, which is faster; sums in float64, as losses of two steps
+            # differ little
             logits = (block @ matrix.float()).double() + bias
             losses = torch.nn.functional.softplus(logits) - target * logits
             loss += (losses * taken).sum(0)
@@ -206,13 +208,14 @@ def _minimised(
         direction = -_lbfgs(gradient, changes, turns)
         slope = (direction * gradient).sum(0)
         goes_on = (gradient.abs().amax(0) > CLOSE_ENOUGH) & (slope < 0)
-        length = length * goes_on
+        length = length * goes_on  # a function at its minimum stays where it is
         tried = weights + length * direction
         new_loss, new_gradient = loss_and_gradient(tried)
         while (too_long := _is_too_long(length, new_loss - loss, slope)).any():
             length = torch.where(too_long, length / 2, length)
             tried = weights + length * direction
             new_loss, new_gradient = loss_and_gradient(tried)
+        # a function whose loss did not fall at any length keeps its weights
         moved = (new_loss <= loss) & goes_on
         if not moved.any():
             break

@@ -554,11 +554,13 @@ def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
     _share(graph, step, carried)
     body = _loop_body(step, carried)
     outside = {value.name: value for value in graph.outputs}
+    # an ONNX loop takes a count, here the length of `steps`, and a condition
     steps = next(value for value in graph.inputs if value.name == "steps")
     how_often = ir.Node("", "Shape", [steps], outputs=[ir.Value(name="often")])
     yes = ir.Value(name="yes", const_value=ir.tensor(np.array(True)))
     graph.register_initializer(yes)
     said = [outside[name] for name in ("token", "state") if name in outside]
+    # the loop starts with what the first pass returned
     begin = [*said, *(outside[f"near_{i}"] for i in range(states))]
     new = [f"new_{i}" for i in range(states)]
     last = ["last", "last_state"][: len(said)]
@@ -570,6 +572,7 @@ def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
     loop = ir.Node("", "Loop", inputs, [ir.AttrGraph("body", body)], outputs=after)
     graph.extend([how_often, loop])
     graph.outputs.clear()
+    # the last step's token and state are carried, but nobody reads them
     graph.outputs.extend([outside["logits"], outside["hidden"], *after[len(said) :]])
 
 

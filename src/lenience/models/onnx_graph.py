@@ -341,6 +341,7 @@ class GraphCache:
         columns."""
         half = forward.length // 2
         rest = forward.length - half
+        # padding is on the left, so the first half takes as much of it as fits
         padding = [min(pad, half) for pad in forward.left_padding]
         first = Forward(
             rows=forward.rows,
@@ -366,6 +367,7 @@ class GraphCache:
             num_states=min(forward.num_states, rest),
         )
         parts = [self.read(first, profile), self.read(second, profile)]
+        # a pass has at least one state, so the first half may have one too many
         n = forward.num_states + forward.lookahead
         logits, hidden = (torch.cat(pair, 1)[:, -n:] for pair in zip(*parts))
         return logits, hidden

@@ -213,6 +213,7 @@ class Session:
         reused = self._reused(rows, cached, sequences, num_states)
         counts = [len(new) - n for n, new in zip(reused, sequences)]
         groups = self._groups(sequences, counts, num_states)
+        # groups are read one after the other, and a loop runs on one batch
         if len(groups) > 1 or not self.cache.can_loop:
             lookahead = 0
         lookahead = max(0, min([lookahead, *map(self.room, sequences)]))
@@ -226,6 +227,7 @@ class Session:
             parents=parents if parents and parents[0] else None,
         )
         logits, hidden = self._read_in_groups(batch, groups)
+        # after the pass: the tokens of a pass that fails do not count as cached
         for old, new in zip(cached, sequences):
             old += new[len(old) :]
         reading = Reading(_moved_up(logits, over), _moved_up(hidden, over), counts)

@@ -12,6 +12,7 @@ from lenience.core.context import Context, Row
 from lenience.core.noise import Noise
 from lenience.core.protocols import Rule
 from lenience.core.types import Draft, Reading, Verdict
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.loop import cycle
 from lenience.decoding.pair import Pair
 from lenience.heads import lookahead
@@ -83,7 +84,8 @@ def _read_together(
     kinds = lookahead.kinds_of(pair.target.token_mask).to(pair.target.device)
     window = 1 + inputs.ahead
     reader = _Recorder("draft" in inputs.models, kinds)
-    decoder = pair.decoder({"rule": reader, "window": window})
+    decoder = Decoder(rule=reader, window=window)
+    pair.check(decoder)
     longest = (
         max(len(sample.prompt_ids) + len(sample.final_ids) for sample in samples)
         + 1

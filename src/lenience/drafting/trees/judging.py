@@ -35,9 +35,11 @@ def judge_trees(
         for nodes in paths(parents[:n]):
             flat.append(_Path(b, nodes))
     on_rows = ctx
+    # the rule sees each path as a row with a chain
     ctx = replace(ctx, rows=[ctx.rows[path.row] for path in flat], on_trees=True)
     windows = _windows(draft, flat)
     readings = _readings(reading, flat)
+    # paths may share a node but not its processed logits, which depend on the path's tokens
     if ctx.processes:
         readings = replace(
             readings, logits=ctx.process(readings.logits, windows.tokens)

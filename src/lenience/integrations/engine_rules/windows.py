@@ -276,6 +276,7 @@ class WindowDecider:
         logits = probs = None
         if windows.probs is not None:
             probs = windows.probs[places[:, :-1]]
+            # rules divide logits by the temperature, and these probabilities are after it
             logits = probs.log() * (setting.temperature or 1)
         draft = cut_non_finite(Draft(tokens, lengths, logits=logits, probs=probs))
         logits_read = windows.logits[places]

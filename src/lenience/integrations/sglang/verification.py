@@ -183,7 +183,10 @@ class Verification:
             is_padding = self.pads and path and tokens[b][path[0]] == PADDING
             if is_padding or not self._may_decide(request):
                 path = []
-            before = [0, *path]
+            before = [
+                0,
+                *path,
+            ]  # the logits that decide on a node are those of its parent
             ids.append(request.rid)
             lengths.append(len(path))
             nodes += [b * width + node for node in path]
