@@ -48,6 +48,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import read_json, write_json
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
+from lenience.models.vocabulary import vocabulary_of
 from lenience.tasks import Sample, Task, take
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -315,10 +316,9 @@ def study(given: argparse.Namespace) -> dict[str, Any]:
     )
     chosen = chooser.resumed(given.lengths, given.out / "calibration.json")
     limits = [each["threshold"] for each in chosen]
-    kl = found.values["kl"]
-    kl_limits = (
-        np.quantile(kl, KL_SHARES).round(4).tolist() if np.isfinite(kl).all() else []
-    )
+    kl_limits: list[float] = []
+    if vocabulary_of(pair.require_draft("FSD").model) is None:
+        kl_limits = np.quantile(found.values["kl"], KL_SHARES).round(4).tolist()
     return {
         "pair": pair.name,
         "task": task.label,
