@@ -216,7 +216,7 @@ def test_a_whole_decode_on_drawn_trees_follows_the_targets_distribution(
         ),
         ({"tree": "dynamic:4,draw=with-replacement"}, "no argument 'draw'"),
         (
-            {"tree": "cartesian:2,draw=with-replacement", "drafter": "model|ngram"},
+            {"tree": "cartesian:2,draw=with-replacement", "drafter": "model|exit:1"},
             "combines several",
         ),
         (

@@ -113,10 +113,20 @@ def found_in(figure: str, unit: str, known: list[float]) -> float | None:
     return None
 
 
+def without_bounds(text: str, known: list[float]) -> str:
+    """The text without bounds of p-values, as in "p < 0.001", below which a known number is."""
+
+    def kept(bound: re.Match[str]) -> str:
+        below = any(0 < number < float(bound[1]) for number in known)
+        return "" if below else bound[0]
+
+    return re.sub(r"p < (0\.\d+)", kept, text)
+
+
 def missing(text: str, known: list[float]) -> list[str]:
     """The figures of a text that are not known; so many times something is a ratio of two others of
     the text."""
-    quoted = list(figures(text))
+    quoted = list(figures(without_bounds(text, known)))
     found = {one: found_in(*one, known) for one in quoted}
     values = [value for value in found.values() if value]
     ratios = [a / b for a in values for b in values]
@@ -227,3 +237,8 @@ def test_a_figure_is_told_from_another() -> None:
     assert mark == "<!-- measured: a.json -->" and none == ""
     wanted = [("3.1", ""), ("2.0", "%"), ("4.5", "%"), ("1919", "")]
     assert list(figures(lines[0])) == wanted
+
+
+def test_a_bound_of_a_p_value_needs_a_smaller_number() -> None:
+    assert missing("25 against 1 (p < 0.001)", [25, 1, 8e-7]) == []
+    assert missing("25 against 1 (p < 0.001)", [25, 1, 0.0, 0.02]) == ["0.001 "]

@@ -201,10 +201,10 @@ class Chooser:
     ) -> Drafting:
         seconds = self._cycle_seconds(ids, size, decoder)
         tried = [fastest_window(self._pilot(ids, size, decoder), seconds, decoder.stop)]
-        asks = Parts.STATES in decoder.drafter.offers and not decoder.branches
+        has_states = Parts.STATES in decoder.drafter.offers and not decoder.branches
         stops = (
             learned_stops(decoder.rule)
-            if asks and isinstance(decoder.stop, Fixed)
+            if has_states and isinstance(decoder.stop, Fixed)
             else []
         )
         if stops and self._can_ask(stops[0], decoder):
